@@ -36,6 +36,11 @@ _T_ONE_SIDED, _T_TWO_SIDED = 2.718, 2.201
 _LEAST_GROWTH = 256 * 1024
 # The latencies of a block are those of at most this many calls, evenly spread.
 _MOST_LATENCIES = 10_000
+# Seconds of calls before those that are timed, in a process that was idle.
+_AWAKE = 0.05
+
+Packed = tuple[str, tuple[int, ...], bytes]
+"""An array for another process, whose numpy may be another version: its dtype, shape and values."""
 
 
 @dataclass(frozen=True)
@@ -140,17 +145,27 @@ def soak(
     return Soak(sum(each.calls for each in blocks), spent, resident, heap, last / first, tuple(blocks))
 
 
+def packed(array: numpy.ndarray) -> Packed:
+    return array.dtype.str, array.shape, array.tobytes()
+
+
+def unpacked(array: Packed) -> numpy.ndarray:
+    dtype, shape, values = array
+    # A copy, because a file may write to its inputs.
+    return numpy.frombuffer(values, dtype).reshape(shape).copy()
+
+
 class MeasuredFile:
     """A file in a runtime, in a process of its own: its outputs, latency and memory, for a parent process that judges.
 
     It needs numpy and the runtime only, so that it also runs in an environment with other versions.
     """
 
-    def __init__(self, path: Path, route: Route, inputs: Sequence[Any]) -> None:
+    def __init__(self, path: Path, route: Route, inputs: Sequence[Packed]) -> None:
         """Open the file on the CPU.
 
         Args:
-            inputs: numpy arrays, for the latency and the memory.
+            inputs: for the latency and the memory.
 
         Raises:
             DeviceError: the runtime can't load the file.
@@ -162,24 +177,23 @@ class MeasuredFile:
             if isinstance(error.__cause__, ExporterError):
                 raise error.__cause__ from None
             raise
-        self._inputs = inputs
+        self._inputs = [*map(unpacked, inputs)]
 
     def __call__(self, kind: str, *args: Any) -> Any:
         """A measurement by the name of its method, for a parent process."""
         return getattr(self, kind)(*args)
 
-    def outputs(self, inputs: Sequence[Any], seed: int | None) -> tuple[Any, ...]:
-        """Numpy arrays. The seed is that of torch's random numbers."""
+    def outputs(self, inputs: Sequence[Packed], seed: int | None) -> list[Packed]:
+        """The outputs. The seed is that of torch's random numbers."""
         torch: Any = sys.modules.get("torch")
         if seed is not None and torch is not None:
             torch.manual_seed(seed)
-        # Copies, because a file may write to its inputs, and a runtime reuse the memory of its outputs.
-        return tuple(numpy.array(each) for each in self._runner(*map(numpy.copy, inputs)))
+        return [packed(numpy.asarray(each)) for each in self._runner(*map(unpacked, inputs))]
 
     def latencies(self, count: int) -> list[float]:
         """The seconds of each of so many calls. Afterwards the process is idle, so that another one can be timed."""
-        # Its threads sleep: while the other process was timed, this one was idle.
-        self._call()
+        # Its threads slept while the other process was timed.
+        _called(self._call, _AWAKE, time.perf_counter)
         found = [_called(self._call, 0.0, time.perf_counter)[1] for _ in range(count)]
         settle()
         return found

@@ -111,6 +111,9 @@ class CIReports:
     def _checks(self, document: Document) -> Iterator[_Check]:
         if "diagnosis" in document:
             yield from self._diagnosed(document)
+        elif "upgrade" in document:
+            for each in document["upgrade"]["sets"]:
+                yield from self._verified(each, f" with {each['name']}")
         elif "artifacts" in document:
             yield from self._verified(document)
         else:
@@ -136,13 +139,13 @@ class CIReports:
                 fails, modules = level in failing, tuple(each["modules"])
                 yield _Check(self._command, name, file, told, fails, rule["name"], level, each["line"], modules)
 
-    def _verified(self, document: Document) -> Iterator[_Check]:
+    def _verified(self, document: Document, versions: str = "") -> Iterator[_Check]:
         bundle, artifacts = self._target, document["artifacts"]
         known = {each["problem"] for each in artifacts}
         others = " ".join(each for each in document["problems"] if each not in known)
-        yield _Check(bundle.name, "bundle", bundle / "manifest.json", others, bool(others), "bundle")
+        yield _Check(f"{bundle.name}{versions}", "bundle", bundle / "manifest.json", others, bool(others), "bundle")
         for each in artifacts:
-            file, group = bundle / each["path"], f"{bundle.name}/{each['path']}"
+            file, group = bundle / each["path"], f"{bundle.name}/{each['path']}{versions}"
             yield _Check(group, each["path"], file, each["problem"] or "", not each["ok"], "artifact")
             for output in (each["parity"] or each)["outputs"]:
                 told = "" if each["ok"] else output["problem"] or ""

@@ -385,6 +385,8 @@ def verify(options: VerifyOptions) -> Document:
 def _upgraded(options: VerifyOptions) -> Document:
     with own_errors():
         found = verify_with(options.bundle, options.sets, expect=options.expect, seconds=options.seconds or 10.0)
+    if not found.checked.ok:
+        return _checked(options.bundle, found.checked)
     document = {"ok": not found.exit_code, "exit_code": found.exit_code, "bundle": str(options.bundle)}
     told = {"problems": found.problems, "upgrade": found.to_json()}
     return dict(plain({**document, **told}))

@@ -371,16 +371,17 @@ def _accuracy(figure: Document) -> str:
 
 def _upgrade_lines(upgrade: Document) -> Iterable[Table | str]:
     """A table with a row for each file in each set, and the exit code and the versions of each set."""
-    ran = [each for each in (upgrade["installed"], *upgrade["sets"]) if each is not None and each["files"]]
+    ran = [each for each in (upgrade["installed"], *upgrade["sets"]) if each["artifacts"]]
     columns = ("with", "file", "latency", "ratio", "memory per 1,000 calls", "bits", "outputs")
-    rows = [_upgrade_row(each["name"], file) for each in ran for file in each["files"]]
+    rows = [_upgrade_row(each["name"], file) for each in ran for file in each["artifacts"]]
     if rows:
         yield table(columns, rows, wraps=True)
-    for each in upgrade["sets"]:
-        versions = ", ".join(f"{name} {version}" for name, version in each["libraries"].items())
-        yield f"{each['name']}: exit code {each['exit_code']}{f' ({versions})' if versions else ''}"
-        yield from (f"note: {sentence}" for sentence in each["left_out"])
-    rounds = [file["latency"]["ratio"]["rounds"] for each in ran for file in each["files"] if file["latency"]]
+    for each in (*[upgrade["installed"]] * bool(rows), *upgrade["sets"]):
+        told = [f"{name} {version}" for name, version in each["libraries"].items()]
+        code = [] if each is upgrade["installed"] else [f"exit code {each['exit_code']}"]
+        yield f"{each['name']}: {', '.join([*code, *told])}"
+        yield from (f"note: {sentence}" for sentence in each["notes"])
+    rounds = [file["latency"]["ratio"]["rounds"] for each in ran for file in each["artifacts"] if file["latency"]]
     if rounds:
         processors = f"{upgrade['cpus']} processor{'' if upgrade['cpus'] == 1 else 's'}"
         yield (

@@ -92,7 +92,7 @@ def _name_of(requirements: Sequence[str]) -> str:
     exact = all(re.search(r"==[^*]+$", each) for each in requirements)
     day = "" if exact else datetime.date.today().isoformat()
     key = "\n".join([*sorted(requirements), platform.python_version(), sys.base_prefix, day])
-    words = re.sub(r"[^\w.]+", "-", "-".join(requirements)).strip("-")[:60]
+    words = re.sub(r"[^\w.]+", "-", "-".join(sorted(requirements))).strip("-")[:60]
     return f"{words}-py{platform.python_version()}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 

@@ -13,7 +13,7 @@ import torch
 
 from exporters.child_process import OwnChild
 from optimize_export.runtime import Route, own_routes
-from optimize_export.runtime.growth import MeasuredFile, Soak
+from optimize_export.runtime.growth import MeasuredFile, Packed, Soak, packed, unpacked
 from optimize_export.runtime.route import NUMPY_DTYPES
 from optimizer.bundle import GoldenCall
 from optimizer.tuning import Ratio, in_turn, ratio
@@ -47,7 +47,7 @@ class RunningFile:
     def outputs(self, calls: Sequence[GoldenCall]) -> list[tuple[torch.Tensor, ...]]:
         """The outputs at each call, in the file's order."""
         found = [self._child("outputs", arrays_of(call), call.seed, longest=_HANGS) for call in calls]
-        return [tuple(map(torch.from_numpy, arrays)) for arrays in found]
+        return [tuple(torch.from_numpy(unpacked(array)) for array in arrays) for arrays in found]
 
     def latencies(self, count: int) -> list[float]:
         found: list[float] = self._child("latencies", count, longest=_HANGS)
@@ -65,12 +65,12 @@ class RunningFile:
 
 @contextmanager
 def running(
-    path: Path, route: Route, inputs: Sequence[Any], what: str, place: Place | None = None
+    path: Path, route: Route, inputs: Sequence[Packed], what: str, place: Place | None = None
 ) -> Iterator[RunningFile]:
     """Open a file in a process, which ends with the context.
 
     Args:
-        inputs: numpy arrays, for its latency and its memory.
+        inputs: for its latency and its memory.
         what: names the process in errors.
         place: the environment; None for the installed versions.
 
@@ -92,16 +92,15 @@ def timed(file: RunningFile, before: RunningFile, seconds: float) -> Timing:
     return Timing(found["file"].median, found["before"].median, ratio(found["file"], found["before"]))
 
 
-def arrays_of(call: GoldenCall) -> list[Any]:
-    return [tensor.numpy() for tensor in call.inputs.values()]
+def arrays_of(call: GoldenCall) -> list[Packed]:
+    return [packed(tensor.numpy()) for tensor in call.inputs.values()]
 
 
-def not_in_numpy(artifact: Mapping[str, Any]) -> str | None:
-    """A sentence about a tensor of the file that can't be sent to a process; None if there is none."""
-    for each in (*artifact["inputs"], *artifact["outputs"]):
-        if each["dtype"] not in NUMPY_DTYPES:
-            return f"{artifact['path']} isn't run in other processes: `{each['name']}` is {each['dtype']}, which numpy lacks"
-    return None
+def not_in_numpy(manifest: Mapping[str, Any]) -> str | None:
+    """A clause about a tensor of the files that can't be sent to a process; None if there is none."""
+    artifact = manifest["artifacts"][0]
+    found = (each for each in (*artifact["inputs"], *artifact["outputs"]) if each["dtype"] not in NUMPY_DTYPES)
+    return next((f"`{each['name']}` is {each['dtype']}, which numpy lacks" for each in found), None)
 
 
 def route_of(manifest: Mapping[str, Any], format: str, runtime: str | None = None) -> Route:

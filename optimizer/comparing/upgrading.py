@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from exporters.errors import OtherMachine
-from optimize_export.errors import BundleError, DeviceError, OptimizeExportError, ParityError, UsageError
+from optimize_export.errors import DeviceError, OptimizeExportError, ParityError, UsageError
 from optimize_export.manifest import plain
 from optimize_export.runtime import SETTINGS, Route, is_installed, own_routes, processor, usable_cpus
 from optimize_export.runtime.growth import Soak
@@ -51,17 +51,17 @@ class RanFile:
     identical: bool | None = None
     """Whether its outputs have the bits of those with the installed versions; None where nothing ran to compare with."""
     timing: Timing | None = None
+    """Next to the installed versions."""
     memory: Soak | None = None
     """None also where the system doesn't tell the memory of a process."""
 
     def to_json(self) -> dict[str, Any]:
-        memory = self.memory
         return {
             **self.figures.to_json(),
             "runtime": self.runtime,
             "identical": self.identical,
             "latency": self.timing and self.timing.to_json(),
-            "memory": memory and {name: vars(getattr(memory, name)) for name in ("resident", "heap")},
+            "memory": self.memory and {kind: vars(getattr(self.memory, kind)) for kind in ("resident", "heap")},
         }
 
 
@@ -69,42 +69,44 @@ class RanFile:
 class Environment:
     """The files of a bundle with the versions of one set, or with the installed ones."""
 
+    path: Path
+    """The bundle."""
     name: str
     """The requirements of the set, or "installed"."""
     libraries: Mapping[str, str] = field(default_factory=dict)
     """The versions."""
     files: list[RanFile] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    """Sentences about files that weren't run."""
-    unproven: list[str] = field(default_factory=list)
-    """Sentences about files that can't run on this machine or with these versions; problems only if no other file ran."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences about files that weren't run, or not timed."""
+    elsewhere: list[str] = field(default_factory=list)
+    """Sentences about files for another machine; problems if no other file ran."""
     error: OptimizeExportError | None = None
     """Why there is no such environment."""
 
-    def report(self, path: Path) -> VerifyReport:
-        """As `verify` would report, if these versions were installed."""
+    @property
+    def report(self) -> VerifyReport:
+        """As that of `verify`, if these versions were installed."""
         figures = tuple(each.figures for each in self.files)
-        unproven = () if figures else tuple(self.unproven)
-        return VerifyReport(path, "cpu", (), figures, () if unproven else tuple(self.unproven), unproven)
+        return VerifyReport(self.path, "cpu", (), figures, unproven=() if figures else tuple(self.elsewhere))
 
-    def exit_code(self, path: Path) -> int:
+    @property
+    def exit_code(self) -> int:
         if self.error is not None:
             return self.error.exit_code
-        return 0 if self.report(path).ok else ParityError.exit_code
+        return 0 if self.report.ok else ParityError.exit_code
 
-    def problems(self, path: Path) -> list[str]:
-        """The problems, each with the name of the set."""
-        told = [str(self.error)] if self.error is not None else self.report(path).problems
-        return [f"with {self.name}: {problem}" for problem in told]
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return self.report.problems if self.error is None else (str(self.error),)
 
-    def to_json(self, path: Path) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {
             "name": self.name,
-            "libraries": dict(self.libraries),
-            "exit_code": self.exit_code(path),
-            "problems": self.problems(path),
-            "files": [each.to_json() for each in self.files],
-            "left_out": [*self.left_out, *self.unproven],
+            "exit_code": self.exit_code,
+            "problems": self.problems,
+            "libraries": self.libraries,
+            "artifacts": [each.to_json() for each in self.files],
+            "notes": [*self.notes, *self.elsewhere],
         }
 
 
@@ -113,32 +115,22 @@ class Upgrade:
     """The outcome of `verify_with`."""
 
     checked: VerifyReport
-    """The hashes and the golden data. If they have problems, nothing was run."""
-    installed: Environment | None = None
+    """The hashes and the golden data. If they have problems, no file was run."""
+    installed: Environment
     sets: tuple[Environment, ...] = ()
 
     @property
     def exit_code(self) -> int:
-        """The highest of the sets; a damaged bundle has that of `verify`."""
-        if not self.checked.ok:
-            return ParityError.exit_code if self.checked.intact else BundleError.exit_code
-        return max(each.exit_code(self.checked.path) for each in self.sets)
+        """The highest of the sets."""
+        return max(each.exit_code for each in self.sets)
 
     @property
-    def problems(self) -> tuple[str, ...]:
-        return (
-            *self.checked.problems,
-            *(problem for each in self.sets for problem in each.problems(self.checked.path)),
-        )
+    def problems(self) -> list[str]:
+        return [f"with {each.name}: {problem}" for each in self.sets for problem in each.problems]
 
     def to_json(self) -> dict[str, Any]:
-        path = self.checked.path
-        found = {
-            "processor": processor(),
-            "cpus": usable_cpus(),
-            "installed": self.installed and self.installed.to_json(path),
-            "sets": [each.to_json(path) for each in self.sets],
-        }
+        sets = [each.to_json() for each in self.sets]
+        found = {"processor": processor(), "cpus": usable_cpus(), "installed": self.installed.to_json(), "sets": sets}
         return dict(plain(found))
 
 
@@ -161,38 +153,39 @@ def verify_with(
         UsageError: a set names no runtime of any file.
     """
     checked = verify_bundle(path, expect=expect, run=False)
+    installed = Environment(checked.path, "installed")
     if not checked.ok:
-        return Upgrade(checked)
+        return Upgrade(checked, installed)
     files = _Files(checked.path)
-    tried = [(Environment(" ".join(each)), files.of(each)) for each in sets]
-    for made, routes in tried:
-        if not routes:
+    tried = [Environment(checked.path, " ".join(each)) for each in sets]
+    routes = [files.of(each) for each in sets]
+    for made, own in zip(tried, routes, strict=True):
+        if not own:
             raise UsageError(
-                f"No file of {path} runs in what the set {made.name} names: name {files.needed()}, such as "
+                f"No file of {path} runs in what the set {made.name} names: name {files.needed}, such as "
                 "onnxruntime==1.24.1."
             )
-    installed = Environment("installed")
+    pythons: dict[str, Path] = {}
+    for made, requirements in zip(tried, sets, strict=True):
+        try:
+            pythons[made.name] = environment(requirements)
+        except (UsageError, DeviceError) as error:
+            made.error = error
     with ground_floor() as code:
-        pythons: dict[str, Path] = {}
-        for (made, _), requirements in zip(tried, sets, strict=True):
-            try:
-                pythons[made.name] = environment(requirements)
-            except (UsageError, DeviceError) as error:
-                made.error = error
         for artifact, route in files.routes:
-            concerned = [made for made, routes in tried if (artifact, route) in routes and made.error is None]
+            concerned = [
+                (made, (pythons[made.name], code))
+                for made, own in zip(tried, routes, strict=True)
+                if (artifact, route) in own and made.error is None
+            ]
             if concerned:
-                files.run(
-                    artifact, route, installed, [(made, (pythons[made.name], code)) for made in concerned], seconds
-                )
-    for made, routes in tried:
-        if made.error is not None:
-            continue
-        ran = {artifact["path"] for artifact, _ in routes}
+                files.run(artifact, route, installed, concerned, seconds)
+    for made, own in zip(tried, routes, strict=True):
+        ran = {artifact["path"] for artifact, _ in own}
         others = [each["path"] for each in files.manifest["artifacts"] if each["path"] not in ran]
-        if others:
-            made.left_out.append(f"not run with {made.name}, which names no runtime of it: {listed(others)}")
-    return Upgrade(checked, installed, tuple(made for made, _ in tried))
+        if others and made.error is None:
+            made.notes.append(f"not run, since {made.name} names no runtime of it: {listed(others)}")
+    return Upgrade(checked, installed, tuple(tried))
 
 
 # The files ----------------------------------------------------------------------------------------------------------
@@ -204,18 +197,17 @@ class _Files:
     def __init__(self, path: Path) -> None:
         self.path, self.manifest = path, open_bundle(path).manifest
         self._golden = self.manifest["golden"]
+        if sentence := not_in_numpy(self.manifest):
+            raise UsageError(f"The files of {path} can't be run with other versions: {sentence}.")
         self._calls = read_golden(path, self.manifest)
         self._factor = FACTOR * factor_between(self._golden["device"], describe_device("cpu"))
-        self.left_out: list[str] = []
         self.routes: list[tuple[Artifact, Route]] = []
         for artifact in self.manifest["artifacts"]:
-            if sentence := not_in_numpy(artifact):
-                self.left_out.append(sentence)
-                continue
             own = own_routes([artifact["format"]])[0].runtime
             # OpenVINO reads ONNX files too.
             for runtime in dict.fromkeys((own, "openvino") if own == "onnxruntime" else (own,)):
                 self.routes.append((artifact, route_of(self.manifest, artifact["format"], runtime)))
+        self.needed = " or ".join(dict.fromkeys(route.runtime for _, route in self.routes))
 
     def of(self, requirements: Sequence[str]) -> list[tuple[Artifact, Route]]:
         """Those that run in what the requirements name."""
@@ -223,9 +215,6 @@ class _Files:
         # onnxruntime-gpu and others are builds of onnxruntime.
         named = {runtime for runtime in SETTINGS for name in names if f"{name}-".startswith(f"{runtime}-")}
         return [each for each in self.routes if each[1].runtime in named]
-
-    def needed(self) -> str:
-        return " or ".join(dict.fromkeys(route.runtime for _, route in self.routes)) or "none, since none can be run so"
 
     def run(
         self,
@@ -250,7 +239,7 @@ class _Files:
                         made.files[-1].timing = timed(file, before, _FOR_LATENCY * seconds)
                     # It ran before, so it fails for another reason, such as for lack of memory.
                     except Exception as error:  # noqa: BLE001
-                        made.left_out.append(f"{artifact['path']} wasn't timed: {quote(error, with_type=True)}")
+                        made.notes.append(f"{artifact['path']} wasn't timed: {quote(error, with_type=True)}")
 
     def _ran(
         self,
@@ -271,7 +260,7 @@ class _Files:
             libraries, settings = file.about()
             memory = file.soak((1 - _FOR_LATENCY) * seconds)
         except OtherMachine as error:
-            made.unproven.append(f"{artifact['path']} wasn't run: {error}")
+            made.elsewhere.append(f"{artifact['path']} wasn't run: {error}")
             return None, None
         # Any exception of a runtime that can't load or run a file is a failure of the artifact, and is reported as one.
         except Exception as error:  # noqa: BLE001
