@@ -523,7 +523,6 @@ COMMANDS = {
             "BUNDLE OTHER",
             [*field_options(CompareOptions)],
             _compare,
-            has_details=True,
         ),
         _Command(
             "rejudge",

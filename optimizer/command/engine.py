@@ -39,7 +39,7 @@ from optimizer.command.inputs import misfit, parse_input
 from optimizer.command.loading import Loaded, Training, load
 from optimizer.command.up_to_date import inputs_of, opened_files
 from optimizer.command.user_code import names_restored
-from optimizer.comparing import verify_with
+from optimizer.comparing import compare_bundles, verify_with
 from optimizer.diagnosis import RULES, Diagnosis, diagnose
 from optimizer.exporting import opened
 from optimizer.hub import push
@@ -47,6 +47,7 @@ from optimizer.model import Call, Runs, batch_of, called, eager_only, in_turn, l
 from optimizer.options import (
     LOAD_STAGE,
     BenchOptions,
+    CompareOptions,
     DiagnoseOptions,
     ExportOptions,
     ListOptions,
@@ -390,6 +391,14 @@ def _upgraded(options: VerifyOptions) -> Document:
     document = {"ok": not found.exit_code, "exit_code": found.exit_code, "bundle": str(options.bundle)}
     told = {"problems": found.problems, "upgrade": found.to_json()}
     return dict(plain({**document, **told}))
+
+
+def compare(options: CompareOptions) -> Document:
+    """Compare two bundles."""
+    with own_errors():
+        found = compare_bundles(options.bundle, options.other, seconds=options.seconds or 5.0)
+    notes = found.pop("notes")
+    return {"ok": True, "exit_code": 0, "comparison": found, "notes": notes}
 
 
 def bench(options: BenchOptions) -> Document:

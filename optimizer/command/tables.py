@@ -90,6 +90,8 @@ def _lines(document: Document, *, details: bool) -> Iterable[Table | Text | str]
     if upgrade := document.get("upgrade"):
         yield from _upgrade_lines(upgrade)
         yield ""
+    if comparison := document.get("comparison"):
+        yield from _comparison_lines(comparison)
     for name, profile in document.get("profile", {}).items():
         yield from map(Text, profile_lines(profile, *_PROFILED[name]))
         yield ""
@@ -411,6 +413,59 @@ def _ratio_text(found: Document) -> str:
 def _growth_text(growth: Document) -> str:
     told = f"{growth['mean'] / 1000:+.3g} ± {growth['error'] / 1000:.3g} KB"
     return f"{told}, a leak" if growth["leaks"] else told
+
+
+# Two bundles ----------------------------------------------------------------------------------------------------------
+
+
+def _comparison_lines(found: Document) -> Iterable[Table | str]:
+    """A table of what differs, then the weights and outputs of each file, and the latency."""
+    first, second = found["bundles"]
+    if found["same"]:
+        yield f"{first} and {second} are the same: files, versions, passes and recommendation"
+        return
+    rows, latency = [(name, *pair) for name, pair in found["facts"].items()], found["latency"]
+    for file in found["files"]:
+        if not file["same"]:
+            rows.append((file["path"], *("-" if size is None else size_text(size) for size in file["bytes"])))
+        pairs = (file["operations"] or {"pairs": {}})["pairs"]
+        rows += [(f"{file['path']}: {name}", *map(str, pair)) for name, pair in pairs.items()]
+    if latency:
+        rows.append(("latency", *map(seconds_text, latency["seconds"])))
+    yield table(("", first, second), rows)
+    for file in found["files"]:
+        yield from (f"{file['path']}: {line}" for line in _file_lines(file))
+    if latency:
+        yield (
+            f"latency: {second} takes {_ratio_text(latency['ratio'])} times as long as {first}, in "
+            f"{latency['ratio']['rounds']} rounds in turn; in parentheses, the bounds of the noise "
+            f"({', then '.join(dict.fromkeys(latency['routes']))}; {latency['processor']})"
+        )
+
+
+def _file_lines(file: Document) -> Iterable[str]:
+    if file["same"]:
+        yield "the same bytes"
+    if weights := file["weights"]:
+        changed = weights["changed"]
+        parts = [f"{len(changed)} of {weights['number'][0]} weights changed"] * bool(changed)
+        parts += [f"{len(weights[kind])} {kind}" for kind in ("removed", "added", "renamed") if weights[kind]]
+        if sized := [each for each in changed if each["max_difference"] is not None]:
+            most = max(sized, key=lambda each: float(each["max_difference"]))
+            parts.append(
+                f"most {most['name']}, by {number_text(most['max_difference'])} where the largest value is "
+                f"{number_text(most['largest'])}"
+            )
+        yield ", ".join(parts) or "the same weights"
+    if operations := file["operations"]:
+        parts = [f"{len(operations[kind])} {kind}" for kind in ("removed", "added") if operations[kind]]
+        yield f"operations, with their attributes: {', '.join(parts)}" if parts else "the same operations"
+    for output in file["outputs"] or ():
+        if not output["max_difference"]:
+            yield output["problem"] or f"the same output {output['name']}"
+        else:
+            share = "" if output["in_noise"] is None else f", {number_text(output['in_noise'])} times its noise"
+            yield f"output {output['name']} differs by at most {number_text(output['max_difference'])}{share}"
 
 
 # Calls a second ------------------------------------------------------------------------------------------------------

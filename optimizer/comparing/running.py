@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,12 +12,12 @@ import torch
 
 from exporters.child_process import OwnChild
 from optimize_export.runtime import Route, own_routes
-from optimize_export.runtime.growth import MeasuredFile, Packed, Soak, packed, unpacked
+from optimize_export.runtime.growth import MeasuredFile, Packed, packed, unpacked
 from optimize_export.runtime.route import NUMPY_DTYPES
 from optimizer.bundle import GoldenCall
 from optimizer.tuning import Ratio, in_turn, ratio
 
-# Seconds that a request may take longer than it should before the process counts as hanging.
+# Seconds after which the process counts as hanging.
 _HANGS = 600.0
 
 Place = tuple[Path, Path]
@@ -38,52 +37,33 @@ class Timing:
         return {"seconds": self.seconds, "before": self.before, "ratio": vars(self.ratio)}
 
 
-class RunningFile:
+class RunningFile(OwnChild):
     """A file of a bundle that is open in a process of its own, on the CPU."""
 
-    def __init__(self, child: OwnChild) -> None:
-        self._child = child
+    def __init__(
+        self, path: Path, route: Route, inputs: Sequence[Packed], what: str, place: Place | None = None
+    ) -> None:
+        """Open the file.
+
+        Args:
+            inputs: for its latency and its memory.
+            what: names the process in errors.
+            place: the environment; None for the installed versions.
+
+        Raises:
+            RuntimeCrashed: the runtime crashes on the file; each method may raise it too.
+            Exception: whatever the runtime raises; also the methods.
+        """
+        python, code = place or (None, None)
+        super().__init__(partial(MeasuredFile, path, route, inputs), what, python, [code] if code else None)
 
     def outputs(self, calls: Sequence[GoldenCall]) -> list[tuple[torch.Tensor, ...]]:
         """The outputs at each call, in the file's order."""
-        found = [self._child("outputs", arrays_of(call), call.seed, longest=_HANGS) for call in calls]
+        found = [self("outputs", arrays_of(call), call.seed, longest=_HANGS) for call in calls]
         return [tuple(torch.from_numpy(unpacked(array)) for array in arrays) for arrays in found]
 
     def latencies(self, count: int) -> list[float]:
-        found: list[float] = self._child("latencies", count, longest=_HANGS)
-        return found
-
-    def soak(self, seconds: float) -> Soak | None:
-        found: Soak | None = self._child("soak", seconds, longest=seconds + _HANGS)
-        return found
-
-    def about(self) -> tuple[dict[str, str], dict[str, str]]:
-        """The versions of the libraries there, and the settings of the runtime."""
-        libraries, settings = self._child("about", longest=_HANGS)
-        return libraries, settings
-
-
-@contextmanager
-def running(
-    path: Path, route: Route, inputs: Sequence[Packed], what: str, place: Place | None = None
-) -> Iterator[RunningFile]:
-    """Open a file in a process, which ends with the context.
-
-    Args:
-        inputs: for its latency and its memory.
-        what: names the process in errors.
-        place: the environment; None for the installed versions.
-
-    Raises:
-        RuntimeCrashed: the runtime crashes on the file; also in the context.
-        Exception: the runtime can't load the file; also in the context, where it can't run it.
-    """
-    python, code = place or (None, None)
-    child = OwnChild(partial(MeasuredFile, path, route, inputs), what, python, None if code is None else [code])
-    try:
-        yield RunningFile(child)
-    finally:
-        child.close()
+        return list(self("latencies", count, longest=_HANGS))
 
 
 def timed(file: RunningFile, before: RunningFile, seconds: float) -> Timing:

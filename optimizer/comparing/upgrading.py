@@ -7,7 +7,7 @@ are then timed in turn.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from optimize_export.errors import DeviceError, OptimizeExportError, ParityError
 from optimize_export.manifest import plain
 from optimize_export.runtime import SETTINGS, Route, is_installed, own_routes, processor, usable_cpus
 from optimize_export.runtime.growth import Soak
-from optimize_export.wording import listed, quote
+from optimize_export.wording import quote
 from optimizer.bundle import (
     ArtifactFigures,
     VerifyReport,
@@ -32,12 +32,14 @@ from optimizer.bundle import (
     verify_bundle,
 )
 from optimizer.comparing.environments import environment, ground_floor
-from optimizer.comparing.running import Place, RunningFile, Timing, arrays_of, not_in_numpy, route_of, running, timed
+from optimizer.comparing.running import Place, RunningFile, Timing, arrays_of, not_in_numpy, route_of, timed
 from optimizer.option_texts import distribution_of
 from optimizer.parity import FACTOR
 
 # The share of the time of a file for its latency; the rest is for its memory.
 _FOR_LATENCY = 0.4
+# Seconds that a soak may take longer than it should before the process counts as hanging.
+_HANGS = 600.0
 Artifact = Mapping[str, Any]
 Answers = list[tuple[torch.Tensor, ...]]
 
@@ -181,10 +183,10 @@ def verify_with(
             if concerned:
                 files.run(artifact, route, installed, concerned, seconds)
     for made, own in zip(tried, routes, strict=True):
-        ran = {artifact["path"] for artifact, _ in own}
-        others = [each["path"] for each in files.manifest["artifacts"] if each["path"] not in ran]
-        if others and made.error is None:
-            made.notes.append(f"not run, since {made.name} names no runtime of it: {listed(others)}")
+        others = {} if made.error else {artifact["path"]: route.runtime for artifact, route in reversed(files.routes)}
+        for artifact, _ in own:
+            others.pop(artifact["path"], None)
+        made.notes += [f"{path} isn't concerned: it runs in {runtime}" for path, runtime in others.items()]
     return Upgrade(checked, installed, tuple(tried))
 
 
@@ -253,12 +255,11 @@ class _Files:
         """Run a file in an environment, and add its figures; the process ends with the stack."""
         what = f"{route.runtime} ({made.name})"
         try:
-            file = stack.enter_context(
-                running(self.path / artifact["path"], route, arrays_of(self._calls[0]), what, place)
-            )
+            path, inputs = self.path / artifact["path"], arrays_of(self._calls[0])
+            file = stack.enter_context(closing(RunningFile(path, route, inputs, what, place)))
             answers = file.outputs(self._calls)
-            libraries, settings = file.about()
-            memory = file.soak((1 - _FOR_LATENCY) * seconds)
+            libraries, settings = file("about", longest=_HANGS)
+            memory = file("soak", (1 - _FOR_LATENCY) * seconds, longest=seconds + _HANGS)
         except OtherMachine as error:
             made.elsewhere.append(f"{artifact['path']} wasn't run: {error}")
             return None, None
