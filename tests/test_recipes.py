@@ -83,6 +83,33 @@ def test_a_folder_next_to_any_bundle_must_be_listed(tmp_path: Path, extra: str) 
     assert (done.returncode, done.stderr.startswith(f"predeploy.sh: {extra}/ isn't in sums.txt")) == (1, True)
 
 
+def test_the_upgrade_gate_runs_all_bundles_and_ends_with_the_highest_exit_code(tmp_path: Path) -> None:
+    script = ROOT / "examples/recipes/upgrade-gate.sh"
+    codes = {"a": 0, "b b": 6, "c": 2}
+    for name in codes:
+        (tmp_path / "dist" / name).mkdir(parents=True)
+        (tmp_path / "dist" / name / "manifest.json").touch()
+    (tmp_path / "dist" / "other").mkdir()
+    cases = "".join(f'*/"{name}"/) exit {code};; ' for name, code in codes.items())
+    (tmp_path / "verify").write_text(f'echo "$@" >> calls; case "$2" in {cases}esac', encoding="utf-8")
+    command = ["env", "OPTIMIZE_EXPORT=sh verify", "sh", script]
+    done = run(*command, "dist", "onnxruntime==1.24.1", "onnxruntime numpy<3", cwd=tmp_path)
+    assert done.returncode == 6, done.stderr
+    calls = (tmp_path / "calls").read_text(encoding="utf-8").splitlines()
+    sets = "--with onnxruntime==1.24.1 --with onnxruntime numpy<3"
+    assert calls == [f"verify dist/{name}/ {sets} --junit results/{name}.xml" for name in codes]
+    shutil.rmtree(tmp_path / "dist")
+    assert run(*command, "dist", "onnxruntime", cwd=tmp_path).returncode == 1
+
+
+def test_the_upgrade_gate_runs_a_real_other_version(recipes: Path, tmp_path: Path) -> None:
+    command = ["env", f"XDG_CACHE_HOME={tmp_path}", "sh", "upgrade-gate.sh", "dist", "onnxruntime==1.24.1"]
+    done = run(*command, cwd=recipes)
+    assert done.returncode == 0, done.stderr
+    assert "onnxruntime==1.24.1: exit code 0" in done.stdout
+    assert "with onnxruntime==1.24.1" in (recipes / "results/net.xml").read_text(encoding="utf-8")
+
+
 @pytest.mark.skipif(shutil.which("cmake") is None or shutil.which("c++") is None, reason="needs cmake and a compiler")
 def test_the_torchscript_file_in_cpp(recipes: Path, tmp_path: Path) -> None:
     for command in (

@@ -398,10 +398,10 @@ def _bench(call: _Call) -> BenchOptions:
 
 
 def _compare(call: _Call) -> CompareOptions:
-    if len(call.words) != 2 or not all(word.strip() for word in call.words):
-        raise UsageError(f"compare takes two bundles, not {len(call.words)}: {PROGRAM} compare dist/old dist/new.")
-    first, second = (Path(os.path.expanduser(word)) for word in call.words)
-    return CompareOptions(first, second, **call.values(CompareOptions))
+    bundle = call.bundle()
+    if len(call.words) < 2 or not call.words[1].strip():
+        raise UsageError(f"compare has no other bundle: name one, as in compare {bundle} dist/new.")
+    return CompareOptions(bundle, Path(os.path.expanduser(call.words[1])), **call.values(CompareOptions))
 
 
 def _triton(call: _Call) -> TritonOptions:

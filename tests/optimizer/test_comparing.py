@@ -136,7 +136,7 @@ def test_a_damaged_bundle_is_not_compared(
         compare_bundles(shifted.path, damaged)
     assert main(["compare", str(damaged), str(first.path)]) == 8
     assert main(["compare", str(first.path)]) == 2
-    assert "compare takes two bundles, not 1" in capsys.readouterr().err
+    assert "compare has no other bundle: name one" in capsys.readouterr().err
 
 
 def test_pt2_files_are_read_and_files_of_other_packages_are_not(first: Bundle, tmp_path: Path) -> None:
