@@ -36,6 +36,8 @@ _T_ONE_SIDED, _T_TWO_SIDED = 2.718, 2.201
 _LEAST_GROWTH = 256 * 1024
 # The latencies of a block are those of at most this many calls, evenly spread.
 _MOST_LATENCIES = 10_000
+# No call takes less, even if the clock stands still: times are divided by each other.
+_LEAST_SECONDS = 1e-6
 # Seconds of calls before those that are timed, in a process that was idle.
 _AWAKE = 0.05
 
@@ -194,7 +196,7 @@ class MeasuredFile:
         """The seconds of each of so many calls. Afterwards the process is idle, so that another one can be timed."""
         # Its threads slept while the other process was timed.
         _called(self._call, _AWAKE, time.perf_counter)
-        found = [_called(self._call, 0.0, time.perf_counter)[1] for _ in range(count)]
+        found = [max(_called(self._call, 0.0, time.perf_counter)[1], _LEAST_SECONDS) for _ in range(count)]
         settle()
         return found
 

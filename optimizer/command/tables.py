@@ -461,7 +461,8 @@ def _file_lines(file: Document) -> Iterable[str]:
         parts = [f"{len(operations[kind])} {kind}" for kind in ("removed", "added") if operations[kind]]
         yield f"operations, with their attributes: {', '.join(parts)}" if parts else "the same operations"
     for output in file["outputs"] or ():
-        if not output["max_difference"]:
+        if not output["max_difference"] or isinstance(output["max_difference"], str):
+            # JSON has infinity as a text: the shapes differ, for example.
             yield output["problem"] or f"the same output {output['name']}"
         else:
             share = "" if output["in_noise"] is None else f", {number_text(output['in_noise'])} times its noise"

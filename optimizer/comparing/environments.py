@@ -122,13 +122,14 @@ def _refusal(requirements: Sequence[str], told: str) -> OptimizeExportError:
         listed([*requirements]),
         f"Python {platform.python_version()} on {platform.system()}-{platform.machine()}",
     )
-    if _NO_NETWORK.search(told):
+    found = _NO_VERSION.search(told)
+    versions = [] if found is None or found[2] == "none" else found[2].split(", ")
+    if _NO_NETWORK.search(told) and not versions:
         return DeviceError(
             f"{named} can't be installed: pip doesn't reach its index. Connect to it, or name another one, such as by "
             "PIP_INDEX_URL or PIP_FIND_LINKS."
         )
-    if found := _NO_VERSION.search(told):
-        versions = [each.strip() for each in found[2].split(",") if each.strip() not in ("", "none")]
+    if found is not None:
         shown = f"the newest are {', '.join(versions[-_NAMED:])}" if versions else "it finds no version at all"
         return UsageError(f"pip finds no wheel of {found[1]} for {here}; {shown}.")
     errors = [line.removeprefix("ERROR: ") for line in told.splitlines() if line.startswith("ERROR: ")]

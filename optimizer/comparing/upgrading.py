@@ -164,8 +164,7 @@ def verify_with(
     for made, own in zip(tried, routes, strict=True):
         if not own:
             raise UsageError(
-                f"No file of {path} runs in what the set {made.name} names: name {files.needed}, such as "
-                "onnxruntime==1.24.1."
+                f"No file of {path} runs in what the set {made.name} names: name {files.needed}, with a version."
             )
     pythons: dict[str, Path] = {}
     for made, requirements in zip(tried, sets, strict=True):

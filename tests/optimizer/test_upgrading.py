@@ -138,7 +138,7 @@ def test_a_set_that_names_no_runtime_is_refused_before_anything_is_built(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upgrading, "environment", lambda requirements: pytest.fail("built"))
-    with pytest.raises(UsageError, match=r"numpy==99\.0 names: name torch or onnxruntime or openvino"):
+    with pytest.raises(UsageError, match=r"numpy==99\.0 names: name torch or onnxruntime or openvino, with a"):
         verify_with(bundle.path, [("numpy==99.0",)])
 
 
