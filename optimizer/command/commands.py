@@ -43,8 +43,8 @@ Make a PyTorch model faster and put it into deployable files, with proof that it
 MODEL is a file (model.py, model.py:NAME), package.module:factory, or a library model (timm:NAME, torchvision:NAME,
 transformers:FOLDER). --help-all shows all options, examples and exit codes.
 
-Commands, each with its --help: build [NAMES]; verify, bench, compare, rejudge, triton or push BUNDLE; diagnose,
-profile or tune-training MODEL; passes.
+Commands: build [NAMES]; verify, bench, compare, rejudge, triton or push BUNDLE; diagnose, profile or
+tune-training MODEL; passes. Each has --help.
 """
 _EPILOG = """
 Without a NAME, the model is the `model` of the file, else its get_model, build_model or create_model, else its only

@@ -169,7 +169,7 @@ def test_a_file_for_another_machine_is_a_problem_only_alone(bundle: Bundle, monk
         raise OtherMachine(f"{path.name} was compiled by another release")
 
     monkeypatch.setattr(upgrading, "environment", lambda requirements: Path(sys.executable))
-    monkeypatch.setattr(upgrading, "running", refusing)
+    monkeypatch.setattr(upgrading, "RunningFile", refusing)
     found = verify_with(bundle.path, [("torch==99.0",)])
     assert found.exit_code == 6
     assert found.sets[0].problems == (
