@@ -378,8 +378,9 @@ def _upgrade_lines(upgrade: Document) -> Iterable[Table | str]:
     rows = [_upgrade_row(each["name"], file) for each in ran for file in each["artifacts"]]
     if rows:
         yield table(columns, rows, wraps=True)
+    known = {name for each in upgrade["sets"] for name in each["libraries"]}
     for each in (*[upgrade["installed"]] * bool(rows), *upgrade["sets"]):
-        told = [f"{name} {version}" for name, version in each["libraries"].items()]
+        told = [f"{name} {version}" for name, version in each["libraries"].items() if name in known]
         code = [] if each is upgrade["installed"] else [f"exit code {each['exit_code']}"]
         yield f"{each['name']}: {', '.join([*code, *told])}"
         yield from (f"note: {sentence}" for sentence in each["notes"])
@@ -397,7 +398,7 @@ def _upgrade_row(name: str, file: Document) -> tuple[str | Text, ...]:
     latency, memory, same = file["latency"], file["memory"], file["identical"]
     return (
         name,
-        file["path"] if file["format"].startswith(file["runtime"][:4]) else f"{file['path']} in {file['runtime']}",
+        f"{file['path']} in openvino" if file["runtime"] == "openvino" else file["path"],
         seconds_text(latency["seconds"]) if latency else "-",
         _ratio_text(latency["ratio"]) if latency else "-",
         _growth_text(memory["resident"]) if memory else "-",

@@ -134,6 +134,14 @@ def test_wrong_outputs_and_crashes_have_the_exit_code_of_verify(
     assert 'classname="net/model.onnx with onnxruntime==99.1 numpy==99.0"' in text
 
 
+def test_without_the_runtime_here_the_set_is_judged_alone(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upgrading, "is_installed", lambda runtime: False)
+    found = verify_with(bundle.path, [("onnxruntime==99.0", "numpy==99.0")], seconds=0.2)
+    (file,) = found.sets[0].files
+    assert (found.exit_code, file.identical, file.timing, found.installed.files) == (0, None, None, [])
+    assert file.memory is not None
+
+
 def test_a_set_that_names_no_runtime_is_refused_before_anything_is_built(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
