@@ -17,7 +17,7 @@ from optimize_export.runtime.route import NUMPY_DTYPES
 from optimizer.bundle import GoldenCall
 from optimizer.tuning import Ratio, in_turn, ratio
 
-# Seconds after which the process counts as hanging.
+# Seconds that a measurement may take longer than it should before the process counts as hanging.
 _HANGS = 600.0
 
 Place = tuple[Path, Path]
@@ -59,11 +59,15 @@ class RunningFile(OwnChild):
 
     def outputs(self, calls: Sequence[GoldenCall]) -> list[tuple[torch.Tensor, ...]]:
         """The outputs at each call, in the file's order."""
-        found = [self("outputs", arrays_of(call), call.seed, longest=_HANGS) for call in calls]
+        found = [self.measured("outputs", arrays_of(call), call.seed) for call in calls]
         return [tuple(torch.from_numpy(unpacked(array)) for array in arrays) for arrays in found]
 
     def latencies(self, count: int) -> list[float]:
-        return list(self("latencies", count, longest=_HANGS))
+        return list(self.measured("latencies", count))
+
+    def measured(self, kind: str, *args: Any, seconds: float = 0.0) -> Any:
+        """The result of a method of `MeasuredFile`, which should take these seconds."""
+        return self(kind, *args, longest=seconds + _HANGS)
 
 
 def timed(file: RunningFile, before: RunningFile, seconds: float) -> Timing:

@@ -38,8 +38,6 @@ from optimizer.parity import FACTOR
 
 # The share of the time of a file for its latency; the rest is for its memory.
 _FOR_LATENCY = 0.4
-# Seconds that a soak may take longer than it should before the process counts as hanging.
-_HANGS = 600.0
 Artifact = Mapping[str, Any]
 Answers = list[tuple[torch.Tensor, ...]]
 
@@ -257,8 +255,8 @@ class _Files:
             path, inputs = self.path / artifact["path"], arrays_of(self._calls[0])
             file = stack.enter_context(closing(RunningFile(path, route, inputs, what, place)))
             answers = file.outputs(self._calls)
-            libraries, settings = file("about", longest=_HANGS)
-            memory = file("soak", (1 - _FOR_LATENCY) * seconds, longest=seconds + _HANGS)
+            libraries, settings = file.measured("about")
+            memory = file.measured("soak", (1 - _FOR_LATENCY) * seconds, seconds=seconds)
         except OtherMachine as error:
             made.elsewhere.append(f"{artifact['path']} wasn't run: {error}")
             return None, None
