@@ -122,6 +122,12 @@ def parse_passes(option: str, text: str) -> str:
     return "" if text.strip() == "none" else text
 
 
+def parse_cluster(option: str, text: str) -> str:
+    if text != "ray" and not re.fullmatch(r"ray://[^\s/]+:[0-9]{1,5}", text):
+        raise UsageError(f"{option}: {text!r} is neither ray nor the address of a cluster, such as ray://head:10001.")
+    return text
+
+
 def parse_shard(option: str, text: str) -> tuple[int, int]:
     """Parse "I/N"; raise `UsageError` unless I is a whole number from 1 to N."""
     found = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", text)

@@ -19,6 +19,7 @@ from optimizer.option_texts import (
     file_ending,
     number_in,
     parse_batch_sizes,
+    parse_cluster,
     parse_duration,
     parse_dynamic,
     parse_files,
@@ -418,6 +419,11 @@ class ExportOptions(ExportSettings):
     given: dict[str, Any] = field(default_factory=dict, compare=False)
     """The options that shape the bundle and aren't files, by their long names, as the user wrote them."""
 
+    @property
+    def folders(self) -> list[Path]:
+        """The folders that a build writes, the bundle's first."""
+        return [path for path in (self.output, self.debug_dir, self.profile_dir) if path is not None]
+
     def settings(self) -> dict[str, Any]:
         """The arguments of `export` that are settings, by their names."""
         return {each.name: getattr(self, each.name) for each in fields(ExportSettings)}
@@ -597,6 +603,10 @@ class BuildOptions:
 
     commands: dict[str, list[str]]
     """The arguments of the command that builds each model, by its name."""
+    models: Mapping[str, ExportOptions]
+    """What each of these commands builds."""
+    resources: Mapping[str, Mapping[str, float]]
+    """What each model asks of a machine, such as 1 of GPU."""
     all: bool = field(default=False, metadata=option(
         "Build all models of the config.", "build", common=True,
     ))
@@ -611,6 +621,11 @@ class BuildOptions:
     shard: tuple[int, int] = field(default=(1, 1), metadata=option(
         "Build only every Nth model, from the Ith on.", "build", metavar="I/N", common=True, parse=parse_shard,
         default_text="1/1",
+    ))
+    on: str | None = field(default=None, metadata=option(
+        "Build on a cluster: ray, or ray://HOST:PORT.", "build", metavar="CLUSTER", parse=parse_cluster,
+        default_text="this machine",
+        more="Each build runs on a machine with the `resources` that the config asks for. Needs the extra ray.",
     ))
 
 

@@ -21,12 +21,15 @@ PACKAGES = {
     module.__name__: Path(module.__file__ or "").parent for module in (optimize_export, optimizer, passes, exporters)
 }
 FILES = [path for folder in PACKAGES.values() for path in sorted(folder.rglob("*.py"))]
-# Functions that may import our packages, so that the package and the command load without torch and rich.
+# Functions that may import our packages, so that the package and the command load without torch and rich, or a file without
+# any of them: on a machine of a Ray cluster.
 LATE = {
     "optimize_export/__init__.py": set(),
     "optimizer/__init__.py": {"__getattr__"},
+    "optimizer/command/build.py": {"builds"},
     "optimizer/command/cli.py": {"_torch_side"},
     "optimizer/command/output.py": {"print_tables"},
+    "optimizer/command/ray_builder.py": {"build", "compared"},
 }
 
 

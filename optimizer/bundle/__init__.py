@@ -9,6 +9,7 @@ from optimizer.bundle.bundle import (
     open_bundle,
     write_bundle,
 )
+from optimizer.bundle.exchange import STAGING
 from optimizer.bundle.golden import GoldenCall, read_golden, write_golden
 from optimizer.bundle.manifest import (
     describe_device,
@@ -28,6 +29,7 @@ from optimizer.bundle.verify import (
 )
 
 __all__ = [
+    "STAGING",
     "ArtifactFigures",
     "Bundle",
     "GoldenCall",

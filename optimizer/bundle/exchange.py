@@ -36,6 +36,8 @@ if sys.platform != "win32":
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".optimize-export"
+# A pattern for the names of all staging places.
+STAGING = f".*{SUFFIX}"
 LOCK = "lock"
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,6 +51,8 @@ class Config:
     path: Path
     models: dict[str, dict[str, Any]]
     """For each model by its name, the values of its options by the names of the command's parameters."""
+    resources: dict[str, dict[str, float]]
+    """For each model by its name, the amounts that `--on` asks of a machine, such as 1 of GPU."""
 
     def names(self) -> str:
         return ", ".join(self.models) or "none"
@@ -95,21 +97,25 @@ def read_config(path: Path | None, options: Mapping[str, click.Option]) -> Confi
     table = _table(path, where, table)
     models = _table(path, f"{where}.models".lstrip("."), table.get("models", {}))
     own_keys = {key: value for key, value in table.items() if key != "models"}
-    defaults, found = _values(path, options, where, own_keys), {}
+    common = _resources(path, where, own_keys)
+    defaults, found, resources = _values(path, options, where, own_keys), {}, {}
     for name, own in models.items():
         inside = f"{where}.models.{name}".lstrip(".")
         if not _NAME.fullmatch(name):
             raise UsageError(
                 f"{path}: {name!r} is not a name for a model; use letters, digits, - and _, and start without -."
             )
+        own = dict(_table(path, inside, own))
+        asked = _resources(path, inside, own)
+        resources[name] = (common if asked is None else asked) or {}
         found[name] = {
             "output": f"dist/{name}",
             **{key: f"{value}/{name}" if key in FOLDERS else value for key, value in defaults.items()},
-            **_values(path, options, inside, _table(path, inside, own)),
+            **_values(path, options, inside, own),
         }
         if "model" not in found[name]:
             raise UsageError(f'{path}: [{inside}] has no model; add one, such as model = "net.py:build".')
-    return Config(path, found)
+    return Config(path, found, resources)
 
 
 def _own_part(path: Path, document: dict[str, Any]) -> tuple[str, Any]:
@@ -124,6 +130,21 @@ def _table(path: Path, where: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UsageError(f"{path}: {where} is {_shown(value)}; it must be a table, such as [{where}].")
     return value
+
+
+def _resources(path: Path, where: str, table: dict[str, Any]) -> dict[str, float] | None:
+    """Take `resources` out of a table; above 1, Ray takes whole amounts only."""
+    found = table.pop("resources", None)
+    amounts: list[Any] = [*found.values()] if isinstance(found, dict) else [None]
+    if found is None or all(
+        type(each) in (int, float) and (0 < each < 1 or each == abs(each) // 1) for each in amounts
+    ):
+        return found
+    place = f"in [{where}]" if where else "at the top level"
+    raise UsageError(
+        f"{path}: resources {place} is {_shown(found)}; it must be a table of amounts, such as {{GPU = 1, CPU = 8}}: whole "
+        "numbers, or parts of 1."
+    )
 
 
 def _values(path: Path, options: Mapping[str, click.Option], where: str, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,42 +199,77 @@ def builds(options: BuildOptions, tell: Callable[[str], object]) -> Generator[tu
 
     `tell` gets each name when its build starts. If the caller stops early, the running builds are terminated.
     """
-    running, stopped = list[subprocess.Popen[bytes]](), Event()
+    if options.on is not None:
+        from optimizer.command.ray_builds import builds_on_ray
+
+        yield from builds_on_ray(options, tell)
+        return
+    processes = Processes()
     # Builds side by side disturb each other's times.
     environment = os.environ if options.jobs == 1 else {**os.environ, NO_BENCH: "1"}
 
-    def build(name: str, arguments: list[str]) -> tuple[Document, str]:
+    def build(name: str) -> tuple[Document, str]:
         tell(name)
         started = time.perf_counter()
-        # Without -P, Python would find modules next to the file before all others.
-        command = [sys.executable, "-P", str(ROOT / "_optimize_export_start.py"), *arguments]
+        out, code, log = processes.run(command_line(options.commands[name]), environment)
+        return {**document_of(out, code), "seconds": round(time.perf_counter() - started, 3)}, log
+
+    yield from side_by_side(build, options.commands, options.jobs, processes.stop)
+
+
+def side_by_side(
+    build: Callable[[str], tuple[Document, str]], names: Iterable[str], jobs: int, stop: Callable[[], object]
+) -> Generator[tuple[str, Document, str]]:
+    """Call `build` in threads, and yield the results as they come; `stop` ends those that run when the caller leaves."""
+    with ThreadPoolExecutor(jobs) as pool:
+        found = {pool.submit(build, name): name for name in names}
+        try:
+            for each in as_completed(found):
+                yield found[each], *each.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            stop()
+
+
+def command_line(arguments: Iterable[str]) -> list[str]:
+    # Without -P, Python would find modules next to the file before all others.
+    return [sys.executable, "-P", str(ROOT / "_optimize_export_start.py"), *arguments]
+
+
+class Processes:
+    """The processes of builds, which end together."""
+
+    def __init__(self) -> None:
+        self._running, self._stopped = list[subprocess.Popen[bytes]](), Event()
+
+    def run(
+        self, command: list[str], environment: Mapping[str, str], folder: Path | None = None
+    ) -> tuple[str, int, str]:
+        """Run a command, and return what it writes to stdout, its exit code and what it writes to stderr."""
         # Not pipes: a process that the user's code leaves running keeps those open.
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as log:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=log, env=environment)
-            running.append(process)
-            if stopped.is_set():
+            self._running.append(process)
+            if self._stopped.is_set():
                 process.terminate()
             code = process.wait()
             texts = []
             for file in (out, log):
                 file.seek(0)
                 texts.append(file.read().decode("utf-8", "replace"))
-        seconds = round(time.perf_counter() - started, 3)
-        return {**_document(texts[0], code), "seconds": seconds}, texts[1]
+        return texts[0], code, texts[1]
 
-    with ThreadPoolExecutor(options.jobs) as pool:
-        found = {pool.submit(build, *each): each[0] for each in options.commands.items()}
-        try:
-            for each in as_completed(found):
-                yield found[each], *each.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-            stopped.set()
-            for process in running:
-                process.terminate()
+    def stop(self) -> None:
+        """Terminate those that run, and wait for their ends."""
+        self._stopped.set()
+        for process in self._running:
+            process.terminate()
+        for process in self._running:
+            process.wait()
 
 
-def _document(out: str, code: int) -> Document:
+def document_of(out: str, code: int) -> Document:
+    """The JSON document that a build wrote to stdout, or one that says how the build ended."""
     try:
         document = json.loads(out)
     except ValueError:

@@ -157,6 +157,8 @@ def _build_all(options: BuildOptions, voice: Voice) -> int:
         if not voice.quiet:
             say(f"building {name}")
 
+    if options.on is not None:
+        _torch_side()  # what puts bundles in their places needs it
     with contextlib.closing(builds(options, tell)) as running:
         for name, document, log in running:
             documents[name] = document

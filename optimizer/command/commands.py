@@ -439,7 +439,11 @@ def _build(call: _Call) -> ExportOptions | BuildOptions:
         values = {**config.named(name), **call.given}
         with config.blamed(name):
             asked[name] = _export_options(replace(call, given=values), values.pop("model"))
-    if not everything and len(names) == 1:
+    if own.keys() >= {"jobs", "on"}:
+        raise UsageError(
+            "--jobs and --on contradict each other: Ray starts as many builds as its machines have room for."
+        )
+    if not everything and len(names) == 1 and "on" not in own:
         if unused := own.keys() & {"jobs", "shard"}:
             raise UsageError(f"--{min(unused)} goes with --all or several names only.")
         return asked[names[0]]
@@ -447,7 +451,7 @@ def _build(call: _Call) -> ExportOptions | BuildOptions:
     number, count = own.get("shard", (1, 1))
     given = ["build", f"--config={config.path}", "--json"]
     commands = {name: [*given, *_given_again(call, name), name] for name in names[number - 1 :: count]}
-    return BuildOptions(commands, **own)
+    return BuildOptions(commands, asked, config.resources, **own)
 
 
 def _given_again(call: _Call, model: str) -> Iterator[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optimize_export.errors import LoadError, UsageError
-from optimizer.option_texts import refuse_missing_weights
+from optimizer.option_texts import refuse_missing_weights, split_weights
 from optimizer.options import ExportOptions, check_new_folder
 
 # The suffixes of the files that library models take as inputs, by their content.
@@ -36,8 +36,23 @@ def check_early(options: ExportOptions) -> None:
         refuse_missing_weights(options.weights)
     if options.calibration is not None and not options.calibration.exists():
         raise LoadError(f"The calibration inputs {options.calibration} don't exist.")
+    check_new_folders(options)
+
+
+def check_new_folders(options: ExportOptions) -> None:
     check_new_folder(options.debug_dir, "debugging", options.output)
     check_new_folder(options.profile_dir, "the profile", options.output, options.debug_dir)
+
+
+def existing_files(options: ExportOptions) -> list[Path]:
+    """The files and folders that the options name, as they name them, without those that don't exist here."""
+    paths = [*options.input_files, *filter(None, (options.calibration, options.choices))]
+    paths += [] if options.weights is None else [split_weights(options.weights)[0]]
+    if library_of(options.model) is not None:
+        paths.append(Path(options.model.partition(":")[2]))
+    else:
+        paths += [Path(options.model), Path(options.model.rpartition(":")[0])]
+    return [path for path in paths if path.exists()]
 
 
 def files_of(path: Path, further: Sequence[str] = ()) -> list[Path]:

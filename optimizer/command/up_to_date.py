@@ -24,6 +24,7 @@ from optimize_export.errors import BundleError
 from optimize_export.manifest import (
     MANIFEST,
     PROGRAM,
+    SUMS,
     damage_of,
     describe_environment,
     describe_program,
@@ -187,6 +188,13 @@ def changes(options: ExportOptions) -> list[str]:
         *(f"the bundle lacks the format {name}" for name in manifest.get("missing", {})),
         *(problem.rstrip(".") for problem in damage_of(options.output, manifest, hashed=False).values()),
     ]
+
+
+def compared_files(output: Path) -> dict[str, tuple[int, bytes]]:
+    """What `changes` compares of a bundle: the size of each file by its path, and the contents of those that it reads."""
+    read = {output / MANIFEST, output / SUMS}
+    paths = [path for path in output.rglob("*") if path.is_file()]
+    return {str(path): (path.stat().st_size, path.read_bytes() if path in read else b"") for path in paths}
 
 
 def up_to_date_document(output: Path) -> Document:

@@ -192,6 +192,10 @@ REPLACED = [
         "batch_sizes is in [tool.optimize-export.models.resnet] twice, with - and with _.",
     ),
     ("seed = 7", "models = 1", "not valid TOML"),
+    *(
+        ("seed = 7", f"resources = {value}", "it must be a table of amounts, such as {GPU = 1, CPU = 8}: whole numbers")
+        for value in ("1", "'GPU'", "{GPU = true}", "{GPU = -1}", "{GPU = 1.5}", "{GPU = nan}", "{GPU = inf}")
+    ),
     ("seed = 7", "seed = -1", "pyproject.toml, model resnet: --seed: '-1' is not a whole number from 0 to"),
     ("seed = 7", "require-gpu = true\ndevice = 'cpu'", "--require-gpu and --device cpu contradict"),
 ]
@@ -220,6 +224,12 @@ def test_a_mistake_is_named_with_its_place(capfd, text, sentence):
         (["build", "--all", "-j", "0"], "--jobs: '0' is not a whole number from 1 to 9999; use for example"),
         (["build", "--all", "--jobs", "two"], "--jobs: 'two' is not a whole number"),
         (["build", "--all", "--shard", "3/2"], "--shard: '3/2' is not I/N with I from 1 to N; use for example"),
+        (["build", "--all", "--on", "ray", "-j", "2"], "--jobs and --on contradict each other: Ray starts as many"),
+        (["resnet.py", "--on", "ray"], "There is no option --on here: it goes with optimize-export build."),
+        *(
+            (["build", "--all", "--on", text], f"--on: {text!r} is neither ray nor the address of a cluster")
+            for text in ("dask", "ray:", "ray://", "ray://host", "http://host:1", "ray://host:1/x")
+        ),
         *((["build", "--all", "--shard", text], f"--shard: {text!r} is not I/N") for text in ("0/2", "1", "-1/2")),
         (["build", "--all", "--output", "o"], "the models resnet and bert-tiny have the same output, o: give one"),
         (["build", "--all", "--seed", "x"], "pyproject.toml, model resnet: --seed: 'x' is not a whole number"),
@@ -271,6 +281,15 @@ def test_a_shard_has_every_nth_model():
     shards = [list(parsed("build", "--all", "--config", "ci.toml", "--shard", f"{i}/3").commands) for i in (1, 2, 3)]
     assert shards == [["m0", "m3"], ["m1", "m4"], ["m2"]]
     assert parsed("build", "--all", "--config", "ci.toml", "--shard", "9/9").commands == {}
+
+
+def test_a_model_asks_for_its_own_resources_or_those_of_all():
+    config(CONFIG.replace("seed = 7", "resources = {CPU = 2, tpu = 0.5}").replace("strict = true", "resources = {}"))
+    assert parsed("build", "--all").resources == {"resnet": {}, "bert-tiny": {"CPU": 2, "tpu": 0.5}}
+    options = parsed("build", "resnet", "--on", "ray://head:10001")
+    assert (options.on, list(options.commands)) == ("ray://head:10001", ["resnet"])
+    # The process of the build ignores them.
+    assert parsed(*options.commands["resnet"]).model == "nets/resnet.py:build"
 
 
 FAKE = """

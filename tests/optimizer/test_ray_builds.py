@@ -1,0 +1,287 @@
+"""`build --on ray` on a cluster of two workers on this machine: the same bundles, documents and exit codes as with `-j`."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from user_folder import INPUTS, NET
+
+from optimize_export.errors import BundleError
+from optimizer import export
+from optimizer.command import cli, ray_builds
+from optimizer.options import BuildOptions, ExportOptions
+
+pytest.importorskip("ray", reason="part of the extra `ray`")
+
+ROOT = Path(cli.__file__).parent.parent.parent
+SUPPORT = Path(__file__).parent.parent / "support"
+CONFIG = """
+[tool.optimize-export]
+formats = "torchscript"
+model = "net.py"
+no-bench = true
+"""
+# The first build writes what the test kills, and waits for that.
+WAITS = """
+import os, time
+flag = FLAG
+if not os.path.exists(flag):
+    with open(flag + ".new", "w") as file:
+        file.write(os.environ["RAY_RAYLET_PID"])
+    os.rename(flag + ".new", flag)
+    time.sleep(300)
+with open(flag + ".again", "a") as file:
+    file.write("x")
+"""
+
+
+class Cluster:
+    """Runs the command on the cluster, or without it."""
+
+    def __init__(self, addresses: dict[str, str], folder: Path) -> None:
+        self.address, self.client, self.folder = addresses["address"], addresses["client"], folder
+
+    def start(self, *arguments: str) -> "subprocess.Popen[str]":
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "RAY_ADDRESS": self.address,
+            "SOURCE_DATE_EPOCH": "1700000000",
+        }
+        command = [sys.executable, "-m", "optimizer", "build", *arguments]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def run(self, *arguments: str) -> tuple[int, dict[str, Any], str]:
+        out, err = (process := self.start("--all", "--json", *arguments)).communicate(timeout=150)
+        return process.returncode, json.loads(out), err
+
+    def processes(self) -> list[str]:
+        """The command lines of builds, and the temporary folders of builds on this machine."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                line = path.read_bytes().replace(b"\0", b" ").decode()
+                where = os.readlink(path.parent / "cwd")
+            except OSError:
+                continue
+            if "_optimize_export_start" in line and where.startswith(str(self.folder)):
+                found.append(line)
+        return [*found, *map(str, self.folder.glob("optimize-export-*"))]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    # Ray's sockets need a short path.
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    environment = {**os.environ, "RAY_TMPDIR": str(folder), "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(SUPPORT / "ray_cluster.py")]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
+    try:
+        yield Cluster(json.loads(process.stdout.readline()), folder)
+    finally:
+        process.stdin.close()
+        process.wait(timeout=60)
+        process.stdout.close()
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch) -> Callable[[str], None]:
+    """Writes the config with a model file next to it."""
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(NET + INPUTS)
+
+    def config(models: str) -> None:
+        Path("pyproject.toml").write_text(CONFIG + models)
+
+    return config
+
+
+def timeless(value: Any) -> Any:
+    """A JSON document without times, and without the profile and the stages, which have only times."""
+    if isinstance(value, dict):
+        return {key: timeless(each) for key, each in value.items() if key not in ("seconds", "profile", "stages")}
+    return [timeless(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.slow
+def test_a_cluster_builds_the_same_as_processes_side_by_side(cluster, project):
+    project(
+        "[tool.optimize-export.models.a]\nresources = {first = 1}\nprofile-dir = 'profiles/a'\n"
+        "[tool.optimize-export.models.b]\nweights = 'missing.pt'\n"
+    )
+    code, expected, _ = cluster.run("-j", "2")
+    for folder in ("dist", "profiles"):
+        os.rename(folder, f"local-{folder}")
+    assert code == 3
+    found_code, found, log = cluster.run("--on", cluster.client)
+    assert (found_code, timeless(found)) == (3, timeless(expected))
+    assert files(Path("dist")) == files(Path("local-dist"))
+    assert files(Path("profiles")).keys() == files(Path("local-profiles")).keys()
+    assert "a: bundle" in log
+    assert "b: error: The weights file missing.pt doesn't exist." in log
+    assert cluster.processes() == []
+
+    project("[tool.optimize-export.models.a]\n")
+    results = [cluster.run(*more) for more in (("-j", "2"), ("--on", "ray"))]
+    assert timeless(results[0][:2]) == timeless(results[1][:2])
+    assert results[0][1]["models"]["a"]["error"]["message"].endswith(
+        "dist/a is already a bundle: replace it with --force, or choose another folder."
+    )
+    results = [cluster.run("--if-changed", *more) for more in (("-j", "2"), ("--on", "ray"))]
+    assert timeless(results[0]) == timeless(results[1])
+    assert results[0][1]["models"]["a"]["up_to_date"]
+    code, found, _ = cluster.run("--if-changed", "--on", "ray", "--seed", "2")
+    assert found["models"]["a"]["changed"] == ["--seed changed from the default to 2"]
+    assert json.loads(Path("dist/a/manifest.json").read_text())["seed"] == 2
+
+
+@pytest.mark.slow
+def test_what_no_machine_can_do_is_refused_at_once(cluster, project):
+    project(
+        "resources = {CPU = 1}\n[tool.optimize-export.models.a]\n[tool.optimize-export.models.b]\nresources = {GPU = 1}\n"
+    )
+    code, document, _ = cluster.run("--on", "ray")
+    assert code == 5
+    assert document["error"]["message"].startswith(
+        "The model b asks for a machine with CPU = 1, GPU = 1, and the cluster has none: the most are CPU = 1, "
+    )
+    assert not Path("dist").exists()
+    project("[tool.optimize-export.models.a]\nweights = 'w.pt'\n")
+    Path("w.pt").touch()
+    Path(".gitignore").write_text("*.pt\n")
+    code, document, _ = cluster.run("--on", "ray")
+    assert code == 5
+    assert document["models"]["a"]["error"]["message"].startswith(
+        "The machine of the build has no w.pt: Ray sends the "
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_ends_the_builds_on_the_workers(cluster, project, tmp_path, number, code):
+    project("[tool.optimize-export.models.a]\n")
+    flag = tmp_path / "flag"
+    Path("net.py").write_text(WAITS.replace("FLAG", repr(str(flag))) + NET + INPUTS)
+    process = cluster.start("a", "--on", "ray")
+    wait_for(flag.exists)
+    assert cluster.processes()
+    process.send_signal(number)
+    out, err = process.communicate(timeout=40)
+    assert (process.returncode, out) == (code, "")
+    assert err.splitlines()[-1].startswith("optimize-export: ")
+    wait_for(lambda: not cluster.processes())
+    assert not Path("dist").exists()
+
+
+@pytest.mark.slow
+def test_the_build_of_a_lost_machine_is_tried_again(cluster, project, tmp_path):
+    models = "".join(f"[tool.optimize-export.models.{name}]\n" for name in "ab")
+    project(models + "[tool.optimize-export.models.c]\nmodel = 'waits.py'\n")
+    flag = tmp_path / "flag"
+    Path("waits.py").write_text(WAITS.replace("FLAG", repr(str(flag))) + NET + INPUTS)
+    process = cluster.start("--all", "--json", "--on", "ray")
+    wait_for(flag.exists)
+    os.kill(int(flag.read_text()), signal.SIGKILL)
+    out, log = process.communicate(timeout=150)
+    found = json.loads(out)
+    assert process.returncode == 0
+    assert "c: the build is tried again, because its worker was lost: " in log
+    assert (tmp_path / "flag.again").read_text() == "x"
+    os.rename("dist", "cluster-dist")
+    code, expected, _ = cluster.run("-j", "2")
+    assert (code, timeless(found)) == (0, timeless(expected))
+    assert sorted(found["models"]) == ["a", "b", "c"]
+    assert files(Path("cluster-dist")) == files(Path("dist"))
+
+
+class HereRay:
+    """What a build uses of Ray to fetch files, with the "machine" in this process."""
+
+    @staticmethod
+    def wait(calls: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        return calls, []
+
+    @staticmethod
+    def get(call: Any) -> Any:
+        return call
+
+
+@pytest.mark.parametrize("damaged", ["", "model.torchscript.pt", "SHA256SUMS"])
+def test_a_bundle_is_fetched_in_parts_and_takes_its_place_only_if_its_hashes_agree(tmp_path, monkeypatch, damaged):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ray_builds, "_PART_BYTES", 1000)
+    model, inputs = torch.nn.Linear(4, 3).eval(), (torch.ones(2, 4),)
+    bundle = export(model, example_inputs=inputs, output="there/dist/a", formats=("torchscript",), bench=False)
+    sizes = {f"dist/a/{name}": len(data) for name, data in files(bundle.path).items()}
+    assert max(sizes.values()) > 1000
+
+    def part(path: str, start: int, length: int) -> bytes:
+        data = Path("there", path).read_bytes()
+        data = data.replace(data[-3:], b"???") if damaged and path.endswith(damaged) else data
+        return data[start : start + length]
+
+    asked = ExportOptions(model="net.py", output=Path("dist/a"))
+    build = ray_builds._Build(HereRay, "a", asked, BuildOptions({}, {}, {}), Event(), print)
+    actor = SimpleNamespace(part=SimpleNamespace(remote=part))
+    document = {"sha256sums": bundle.sha256sums}
+    if damaged:
+        with pytest.raises(BundleError, match="dist/a came back damaged from the cluster: "):
+            build._fetch(actor, Path("dist/a"), sizes, document)
+        assert not Path("dist").exists()
+    else:
+        build._fetch(actor, Path("dist/a"), sizes, document)
+        assert files(Path("dist/a")) == files(bundle.path)
+
+
+@pytest.mark.parametrize("arguments", [["--on", "ray://127.0.0.1:9"], ["--on", "ray"]])
+def test_a_wrong_address_is_one_sentence(project, capfd, monkeypatch, arguments):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    project("[tool.optimize-export.models.a]\n")
+    assert cli.main(["build", "--all", *arguments]) == 5
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        f"optimize-export: error: --on {arguments[1]}: Ray can't be used: [Errno 111] Connection refused."
+    ]
+
+
+def test_a_machine_without_ray_names_the_line_that_installs_it(project, capfd, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    project("[tool.optimize-export.models.a]\n")
+    assert cli.main(["build", "a", "--on", "ray"]) == 2
+    assert capfd.readouterr().err == (
+        "optimize-export: error: --on ray needs Ray, which isn't installed: pip install 'optimize-export[ray]'.\n"
+    )
+
+
+@pytest.mark.parametrize("output", ["../a", "/tmp/a", "x/../../a"])
+def test_outputs_outside_of_the_current_folder_are_refused(project, capfd, output):
+    project(f"[tool.optimize-export.models.a]\noutput = {output!r}\n")
+    assert cli.main(["build", "a", "--on", "ray"]) == 2
+    assert f"make {output} a relative path in it." in capfd.readouterr().err
