@@ -419,11 +419,6 @@ class ExportOptions(ExportSettings):
     given: dict[str, Any] = field(default_factory=dict, compare=False)
     """The options that shape the bundle and aren't files, by their long names, as the user wrote them."""
 
-    @property
-    def folders(self) -> list[Path]:
-        """The folders that a build writes, the bundle's first."""
-        return [path for path in (self.output, self.debug_dir, self.profile_dir) if path is not None]
-
     def settings(self) -> dict[str, Any]:
         """The arguments of `export` that are settings, by their names."""
         return {each.name: getattr(self, each.name) for each in fields(ExportSettings)}

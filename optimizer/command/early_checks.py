@@ -44,6 +44,11 @@ def check_new_folders(options: ExportOptions) -> None:
     check_new_folder(options.profile_dir, "the profile", options.output, options.debug_dir)
 
 
+def written_folders(options: ExportOptions) -> list[Path]:
+    """The folders that a build writes, the bundle's first."""
+    return [path for path in (options.output, options.debug_dir, options.profile_dir) if path is not None]
+
+
 def existing_files(options: ExportOptions) -> list[Path]:
     """The files and folders that the options name, as they name them, without those that don't exist here."""
     paths = [*options.input_files, *filter(None, (options.calibration, options.choices))]

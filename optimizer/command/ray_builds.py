@@ -29,7 +29,7 @@ from optimize_export.manifest import PROGRAM, damage_of, read_manifest, version_
 from optimizer.bundle import STAGING, check_target, new_folder
 from optimizer.command.build import Document, document_of, side_by_side
 from optimizer.command.commands import option_names
-from optimizer.command.early_checks import check_new_folders, existing_files
+from optimizer.command.early_checks import check_new_folders, existing_files, written_folders
 from optimizer.command.output import with_options
 from optimizer.command.ray_builder import Builder
 from optimizer.command.up_to_date import compared_files
@@ -53,7 +53,7 @@ def builds_on_ray(options: BuildOptions, tell: Callable[[str], object]) -> Gener
         DeviceError: the cluster can't be reached, or none of its machines has the resources of a model.
     """
     models = {name: options.models[name] for name in options.commands}
-    written = [path for model in models.values() for path in model.folders]
+    written = [path for model in models.values() for path in written_folders(model)]
     for path in written:
         if path.is_absolute() or os.path.normpath(path).startswith(os.pardir):
             raise UsageError(
@@ -195,15 +195,15 @@ class _Build:
                     self.log += f"{PROGRAM}: building {self.model.output}: {', '.join(changed)}\n"
                 # The old bundle isn't there. The options of the command line come before the name.
                 arguments = [*arguments[:-1], "--no-if-changed", arguments[-1]] if changed else arguments
-            folders = [str(path) for path in self.model.folders]
-            call = actor.build.remote(arguments, self._environment(), folders, os.getcwd())
+            folders = written_folders(self.model)
+            call = actor.build.remote(arguments, self._environment(), [*map(str, folders)], os.getcwd())
             out, code, log, files = self._result(call)
             self.log += log
             document = document_of(out, code)
             if changed and "stages" in document:
                 document |= {"up_to_date": False, "changed": changed}
             # A build that was killed at its end may leave a bundle, and no hash.
-            for folder in self.model.folders if "sha256sums" in document else self.model.folders[1:]:
+            for folder in folders if "sha256sums" in document else folders[1:]:
                 inside = {path: size for path, size in files.items() if Path(path).is_relative_to(folder)}
                 self._fetch(actor, folder, inside, document)
             return document
