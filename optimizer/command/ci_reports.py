@@ -143,10 +143,14 @@ class CIReports:
         bundle, artifacts = self._target, document["artifacts"]
         known = {each["problem"] for each in artifacts}
         others = " ".join(each for each in document["problems"] if each not in known)
+        # A result of SARIF has only its sentence to say which set it is.
+        start = f"{versions.strip()}: " if versions else ""
+        others = others and start + others
         yield _Check(f"{bundle.name}{versions}", "bundle", bundle / "manifest.json", others, bool(others), "bundle")
         for each in artifacts:
             file, group = bundle / each["path"], f"{bundle.name}/{each['path']}{versions}"
-            yield _Check(group, each["path"], file, each["problem"] or "", not each["ok"], "artifact")
+            said = start + each["problem"] if each["problem"] else ""
+            yield _Check(group, each["path"], file, said, not each["ok"], "artifact")
             for output in (each["parity"] or each)["outputs"]:
                 told = "" if each["ok"] else output["problem"] or ""
                 yield _Check(group, output["name"], file, told, bool(told))
@@ -204,7 +208,9 @@ class CIReports:
             location["logicalLocations"] = [{"fullyQualifiedName": each, "kind": "member"} for each in names]
         # The text of the line, not its number: lines above it come and go.
         code = linecache.getline(str(check.file), check.line).strip() if check.file.is_file() else ""
-        identity = "\n".join((check.rule, place["uri"], check.name if not check.line else code, *check.modules))
+        identity = "\n".join(
+            (check.rule, place["uri"], check.group + check.name if not check.line else code, *check.modules)
+        )
         seen[identity] += 1
         mark = hashlib.sha256(_utf8(f"{identity}\n{seen[identity]}")).hexdigest()
         return {

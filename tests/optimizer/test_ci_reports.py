@@ -142,6 +142,19 @@ def test_a_wrong_output_fails_with_its_sentence(run):
     assert result["locations"] == [{"physicalLocation": {"artifactLocation": place}}]
 
 
+def test_a_set_of_other_versions_has_its_own_cases_and_is_in_its_sentences(run):
+    wrong = verified(artifact(problem="model.onnx: it differs", outputs=[("logits", "too far off")]))
+    sets = [{**wrong, "name": "onnxruntime==1.24.1"}, {**wrong, "name": "onnxruntime==1.25.0"}]
+    sets += [{"name": "openvino==1", "artifacts": [], "problems": ["pip finds none."]}]
+    done = run({"ok": False, "exit_code": 6, "problems": [], "upgrade": {"sets": sets}}, "verify", "net")
+    assert done.cases["bundle"].get("classname") == "net with openvino==1"
+    assert [(each["ruleId"], each["message"]["text"]) for each in done.results] == [
+        ("artifact", "with onnxruntime==1.24.1: model.onnx: it differs"),
+        ("artifact", "with onnxruntime==1.25.0: model.onnx: it differs"),
+        ("bundle", "with openvino==1: pip finds none."),
+    ]
+
+
 def test_what_a_budget_does_not_count_is_no_failure(run):
     lossy = {**artifact(), "parity": None, "outputs": [{"name": "logits", "problem": "other rows"}]}
     assert not [*run(verified(lossy), "verify", "b").cases["logits"]]
