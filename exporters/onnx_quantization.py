@@ -4,6 +4,7 @@
     int8-maps      int8 (7 bits), one scale/channel   uint8, calibrated      as int8-static; every Conv, and what is
                                                                              computed from its maps, see below
     int8-inputs    int8 (7 bits), one scale/channel   uint8, calibrated      every Conv, MatMul, Gemm
+    int8-dense     int8 (7 bits), one scale/channel   uint8, calibrated      as int8-inputs, but for depthwise Conv
     int8-static    int8 (7 bits), one scale/channel   uint8, calibrated      Conv, MatMul, Gemm; Relu, Clip after a Conv
     int8-dynamic   int8 (7 bits), one scale/channel   uint8, at every call   MatMul, Gemm
     uint8-dynamic  uint8, one scale/channel           uint8, at every call   MatMul, Gemm
@@ -23,10 +24,21 @@ hard-swish and hard-sigmoid x and clip(x + 3, 0, 6) / 6, for which onnxruntime h
 gain from it.
 
 OpenVINO computes activations in float inside the convolution before them, and rounds their result there. It is quickest
-with int8-inputs, which rounds what a convolution or product reads, and nothing else. On an AMD EPYC with AVX-512 VNNI at
-224 × 224, batch 1, one thread, EfficientNet-B0 is 1.58 times as fast as float32 in onnxruntime, MobileNetV3-large 1.78
-times; with int8-maps in onnxruntime 1.41 and 1.31, in OpenVINO 0.91 and 1.45 times. onnxruntime has no kernels for
-int8-inputs: there it is a quarter as fast as float32. Without depthwise convolutions, it is no faster than int8-static.
+with int8-inputs or int8-dense, which round what a convolution or product reads, and nothing else. Which of the two depends
+on the network and the processor. Speed-ups over float32 in onnxruntime on an AMD EPYC, one thread; networks of 224 × 224
+have batch 1 and random weights, those of benchmarks/trained.py batch 8:
+
+                             with AVX-512 VNNI                     with AVX-512 hidden
+                             int8-inputs int8-dense int8-maps (*)  int8-inputs int8-dense int8-maps (*)
+    EfficientNet-B0          1.61        1.58       1.34           1.12        1.15       1.20
+    MobileNetV3-large        2.21        2.22       1.33           1.30        1.38       1.08
+    MobileNetV2              2.60        2.27       2.17           1.41        1.41       1.41
+    MobileNetV3-like         1.66        1.74       1.08           1.12        1.29       0.96
+    EfficientNet-like        1.36        1.47       1.13           1.01        1.12       1.06
+    (*) in onnxruntime
+
+onnxruntime has no kernels for these two: there int8-inputs is a quarter as fast as float32. Without depthwise convolutions,
+they are no faster than int8-static.
 
 int8 weights use 7 of the 8 bits, because the file must run on any processor. Without VNNI, a processor adds two products
 of uint8 and int8 in 16 bits, which saturates with 8-bit weights and gives wrong results. uint8 weights don't have that
@@ -63,7 +75,7 @@ from exporters.isolation import silent
 from exporters.onnx import save
 from optimize_export.onnx_runtime import quantization
 
-Kind = Literal["int8-maps", "int8-static", "int8-inputs", "int8-dynamic", "uint8-dynamic", "int4-weights"]
+Kind = Literal["int8-maps", "int8-static", "int8-inputs", "int8-dense", "int8-dynamic", "uint8-dynamic", "int4-weights"]
 """How a file is quantized."""
 
 Calibration = Sequence[Mapping[str, np.ndarray]]
@@ -74,13 +86,17 @@ _TYPES: dict[Kind, tuple[str, ...]] = {
     "int8-maps": ("Conv", *_PRODUCTS),
     "int8-static": ("Conv", *_PRODUCTS),
     "int8-inputs": ("Conv", *_PRODUCTS),
+    "int8-dense": ("Conv", *_PRODUCTS),
     "int8-dynamic": _PRODUCTS,
     "uint8-dynamic": _PRODUCTS,
     "int4-weights": _PRODUCTS,
 }
-_STATIC: tuple[Kind, ...] = ("int8-maps", "int8-static", "int8-inputs")
-# Those that quantize depthwise convolutions, and are fastest for networks that have some.
+# Those that round only what a convolution or product reads.
+_OF_INPUTS: tuple[Kind, ...] = ("int8-inputs", "int8-dense")
+_STATIC: tuple[Kind, ...] = ("int8-maps", "int8-static", *_OF_INPUTS)
+# Those that quantize depthwise convolutions, and those that are fastest for networks that have some.
 _WITH_DEPTHWISE: tuple[Kind, ...] = ("int8-maps", "int8-inputs")
+_FOR_DEPTHWISE: tuple[Kind, ...] = ("int8-maps", *_OF_INPUTS)
 # After a convolution with a static range, clamping to that range computes these too.
 _FUSED_ACTIVATIONS = ("Relu", "Clip")
 _ON_MAPS = ("Add", "Mul", "Sigmoid", "GlobalAveragePool", "AveragePool", "MaxPool")
@@ -94,6 +110,7 @@ _SHARE_IN_PRODUCTS = 1 / 3
 
 KINDS: Mapping[str, tuple[Kind, ...]] = {
     "onnx-int8": ("int8-maps", "int8-static"),
+    "onnx-int8-dense": ("int8-dense",),
     "onnx-int8-inputs": ("int8-inputs",),
     "onnx-int8-dynamic": ("int8-dynamic", "uint8-dynamic"),
     "onnx-int4": ("int4-weights",),
@@ -104,7 +121,7 @@ KINDS: Mapping[str, tuple[Kind, ...]] = {
 def kinds(format: str, source: Path) -> tuple[Kind, ...]:
     """The ways of `KINDS` to make a quantized format from the float32 file `source`, without those that can't be faster."""
     has_depthwise = any(node.op_type == "Conv" and _is_depthwise(node) for node in ir.load(source).graph)
-    return tuple(kind for kind in KINDS[format] if kind not in _WITH_DEPTHWISE or has_depthwise)
+    return tuple(kind for kind in KINDS[format] if kind not in _FOR_DEPTHWISE or has_depthwise)
 
 
 @dataclass(frozen=True)
@@ -186,6 +203,7 @@ class Quantizer:
             "int8-maps": self._static,
             "int8-static": self._static,
             "int8-inputs": self._static,
+            "int8-dense": self._static,
             "int8-dynamic": self._dynamic,
             "uint8-dynamic": self._dynamic,
             "int4-weights": self._int4,
@@ -228,7 +246,7 @@ class Quantizer:
             [*chosen, *others],
             [],
             [*_TYPES[self.kind], *self._others],
-            {"OpTypesToExcludeOutputQuantization": _TYPES[self.kind] if self.kind == "int8-inputs" else _PRODUCTS},
+            {"OpTypesToExcludeOutputQuantization": _TYPES[self.kind] if self.kind in _OF_INPUTS else _PRODUCTS},
         )
         quantizer.quantize_model()
         return quantizer.model.model
@@ -236,7 +254,7 @@ class Quantizer:
     @property
     def _others(self) -> tuple[str, ...]:
         """The types of nodes without a weight that are quantized where they read a map."""
-        if self.kind == "int8-inputs":
+        if self.kind in _OF_INPUTS:
             return ()
         return (*_FUSED_ACTIVATIONS, *_ON_MAPS) if self.kind == "int8-maps" else _FUSED_ACTIVATIONS
 

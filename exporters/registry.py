@@ -22,7 +22,7 @@ _OWN: dict[str, type[Exporter]] = {
 # The exporters that `export` was given. They stay known, so that this process can load and verify their files.
 _GIVEN: dict[str, Exporter] = {}
 # Quantized files, which the tuning makes of an ONNX file; there is no exporter for them.
-QUANTIZED = ("onnx-int8-dynamic", "onnx-int8", "onnx-int8-inputs", "onnx-int4")
+QUANTIZED = ("onnx-int8-dynamic", "onnx-int8", "onnx-int8-dense", "onnx-int8-inputs", "onnx-int4")
 # Every format is also exported from the module in half precision, such as "torchscript-float16".
 _HALF = ("float16", "bfloat16")
 

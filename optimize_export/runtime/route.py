@@ -105,7 +105,7 @@ def _said(setting: tuple[str, Setting]) -> str:
 # The simplest to ship first: an ONNX file needs no torch.
 _SIMPLEST_FIRST = ("onnx", "torchscript", "pt2", "aoti")
 # onnxruntime has no kernels for what is quantized there.
-_FOR_OPENVINO = "onnx-int8-inputs"
+_FOR_OPENVINO = ("onnx-int8-dense", "onnx-int8-inputs")
 
 
 def own_routes(formats: Iterable[str]) -> list[Route]:
@@ -113,7 +113,7 @@ def own_routes(formats: Iterable[str]) -> list[Route]:
     places = {name: place for place, name in enumerate(_SIMPLEST_FIRST)}
     ordered = sorted(formats, key=lambda name: places.get(name, len(places)))
     runtimes = {name: "onnxruntime" if name.startswith("onnx") else "torch" for name in ordered}
-    return [Route(name, "openvino" if name == _FOR_OPENVINO else runtimes[name]) for name in ordered]
+    return [Route(name, "openvino" if name in _FOR_OPENVINO else runtimes[name]) for name in ordered]
 
 
 def is_installed(runtime: str) -> bool:

@@ -18,7 +18,7 @@ from exporters.onnx_quantization import kinds, quantized
 from exporters.onnx_sensitivity import sensitivities, within_budget
 from optimize_export.onnx_runtime import ort
 
-KINDS = ("int8-maps", "int8-static", "int8-inputs", "int8-dynamic", "uint8-dynamic", "int4-weights")
+KINDS = ("int8-maps", "int8-static", "int8-inputs", "int8-dense", "int8-dynamic", "uint8-dynamic", "int4-weights")
 RANDOM = np.random.default_rng(0)
 ROOT = str(Path(__file__).parents[2])
 
@@ -183,7 +183,8 @@ def mobile(tmp_path):
 def test_maps_stay_in_integers_from_the_first_convolution_to_the_last(mobile, mlp, tmp_path):
     assert kinds("onnx-int8", mobile) == ("int8-maps", "int8-static")
     assert kinds("onnx-int8", mlp) == ("int8-static",)
-    assert (kinds("onnx-int8-inputs", mobile), kinds("onnx-int8-inputs", mlp)) == (("int8-inputs",), ())
+    for kind in ("int8-inputs", "int8-dense"):
+        assert (kinds(f"onnx-{kind}", mobile), kinds(f"onnx-{kind}", mlp)) == ((kind,), ())
     record = quantized(mobile, tmp_path / "small.onnx", "int8-maps", rows(3, 8, 8))
     assert record.quantized == ("Conv_first", "Conv_deep", "Conv_squeezed", "Conv_projected")
     options = ort.SessionOptions()
@@ -215,6 +216,16 @@ def test_for_openvino_only_the_inputs_of_convolutions_are_rounded(mobile, tmp_pa
     assert {name for name, _ in sensitivities(mobile, record, rows(3, 8, 8))} == set(record.quantized)
     (target,) = quantized(mobile, tmp_path / "kept.onnx", "int8-inputs", rows(3, 8, 8), keep=["Conv_deep"]).files
     assert 1e-4 < relative_error(mobile, target, rows(3, 8, 8)[0]) < 0.06
+
+
+def test_a_dense_file_has_its_depthwise_convolutions_in_float(mobile, tmp_path):
+    record = quantized(mobile, tmp_path / "small.onnx", "int8-dense", rows(3, 8, 8))
+    assert (record.quantized, record.kept) == (("Conv_first", "Conv_squeezed", "Conv_projected"), ())
+    graph = onnx.load(record.files[0]).graph
+    (deep,) = (node for node in graph.node if node.name == "Conv_deep")
+    produced = {name: node.op_type for node in graph.node for name in node.output}
+    assert not any("Linear" in produced.get(name, "") for name in deep.input)
+    assert 1e-4 < relative_error(mobile, record.files[0], rows(3, 8, 8)[0]) < 0.06
 
 
 def test_only_means_of_maps_and_hard_activations_of_the_usual_slope_are_rewritten(tmp_path):
@@ -316,7 +327,7 @@ import sys, numpy as np
 from pathlib import Path
 from exporters.onnx_quantization import quantized
 rows = [{"x": np.random.default_rng(1).standard_normal((2, 64)).astype(np.float32)}]
-for kind in ("int8-maps", "int8-static", "int8-inputs", "int8-dynamic", "uint8-dynamic", "int4-weights"):
+for kind in ("int8-maps", "int8-static", "int8-inputs", "int8-dense", "int8-dynamic", "uint8-dynamic", "int4-weights"):
     quantized(Path(sys.argv[1]), Path(sys.argv[2]) / kind, kind, rows)
 """
 
