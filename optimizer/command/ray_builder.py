@@ -9,6 +9,8 @@ import pickle
 import shutil
 import sys
 import tempfile
+import threading
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,15 @@ class Builder:
         self._folder = Path(shutil.copytree(self._sent, Path(self._top, "work"), symlinks=True))
         os.chdir(self._folder)
         self._processes: Any = None
+        self._parent = os.getppid()
+        threading.Thread(target=self._end_with_parent, daemon=True).start()
+
+    def _end_with_parent(self) -> None:
+        # A method that runs keeps this process when the raylet, its parent, is lost.
+        while os.getppid() == self._parent:
+            time.sleep(1)
+        self.stop()
+        os._exit(1)
 
     def problem(self, version: str | None, named: list[str]) -> str | None:
         """A sentence if this machine has another version, or lacks a file that the options name."""
@@ -87,6 +98,9 @@ class Builder:
         given = {**os.environ, **environment, "PYTHONPATH": paths}
         variables = {name: value for name, value in given.items() if value is not None}
         out, code, log = self._processes.run(command, variables)
+        while os.getppid() != self._parent:
+            # The command was terminated, and `_end_with_parent` ends this process: that is no result of the build.
+            time.sleep(1)
         out, log = (text.replace(str(self._folder), here) for text in (out, log))
         files = [path for folder in folders for path in Path(folder).rglob("*") if path.is_file()]
         return out, code, log, {str(path): path.stat().st_size for path in files}

@@ -130,35 +130,52 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
 
 
 @pytest.mark.slow
-def test_a_cluster_builds_the_same_as_processes_side_by_side(cluster, project):
+def test_a_cluster_that_loses_a_machine_builds_the_same_as_processes_side_by_side(cluster, project, tmp_path):
+    flag = tmp_path / "flag"
+    Path("waits.py").write_text(WAITS.replace("FLAG", repr(str(flag))) + NET + INPUTS)
     project(
-        "[tool.optimize-export.models.a]\nresources = {first = 1}\nprofile-dir = 'profiles/a'\n"
+        "[tool.optimize-export.models.a]\nresources = {worker = 1}\nprofile-dir = 'profiles/a'\n"
         "[tool.optimize-export.models.b]\nweights = 'missing.pt'\n"
+        "[tool.optimize-export.models.c]\nmodel = 'waits.py'\n"
+        "[tool.optimize-export.models.d]\n"
     )
-    code, expected, _ = cluster.run("-j", "2")
-    for folder in ("dist", "profiles"):
-        os.rename(folder, f"local-{folder}")
-    assert code == 3
-    found_code, found, log = cluster.run("--on", cluster.client)
-    assert (found_code, timeless(found)) == (3, timeless(expected))
-    assert files(Path("dist")) == files(Path("local-dist"))
-    assert files(Path("profiles")).keys() == files(Path("local-profiles")).keys()
+    process = cluster.start("--all", "--json", "--on", cluster.client)
+    wait_for(flag.exists)
+    os.kill(int(flag.read_text()), signal.SIGKILL)
+    out, log = process.communicate(timeout=200)
+    assert log.count("c: the build is tried again, because its worker was lost: ") == 1
+    assert (tmp_path / "flag.again").read_text() == "x"
     assert "a: bundle" in log
     assert "b: error: The weights file missing.pt doesn't exist." in log
-    assert cluster.processes() == []
+    for folder in ("dist", "profiles"):
+        os.rename(folder, f"cluster-{folder}")
 
+    code, expected, _ = cluster.run("-j", "2")
+    assert (process.returncode, timeless(json.loads(out))) == (code, timeless(expected))
+    assert code == 3
+    assert [each["ok"] for each in expected["models"].values()] == [True, False, True, True]
+    assert files(Path("cluster-dist")) == files(Path("dist"))
+    assert files(Path("cluster-profiles")).keys() == files(Path("profiles")).keys()
+    wait_for(lambda: not cluster.processes())
+
+
+@pytest.mark.slow
+def test_a_bundle_that_is_there_is_compared_and_replaced_on_the_cluster(cluster, project):
     project("[tool.optimize-export.models.a]\n")
-    results = [cluster.run(*more) for more in (("-j", "2"), ("--on", "ray"))]
-    assert timeless(results[0][:2]) == timeless(results[1][:2])
-    assert results[0][1]["models"]["a"]["error"]["message"].endswith(
-        "dist/a is already a bundle: replace it with --force, or choose another folder."
-    )
+    assert cluster.run("-j", "2")[0] == 0
     results = [cluster.run("--if-changed", *more) for more in (("-j", "2"), ("--on", "ray"))]
     assert timeless(results[0]) == timeless(results[1])
     assert results[0][1]["models"]["a"]["up_to_date"]
-    code, found, _ = cluster.run("--if-changed", "--on", "ray", "--seed", "2")
+    _, found, log = cluster.run("--if-changed", "--on", "ray", "--seed", "2")
     assert found["models"]["a"]["changed"] == ["--seed changed from the default to 2"]
+    assert "a: building dist/a: --seed changed from the default to 2" in log
     assert json.loads(Path("dist/a/manifest.json").read_text())["seed"] == 2
+    code, found, _ = cluster.run("--on", "ray")
+    assert code == 8
+    assert found["models"]["a"]["error"]["message"] == (
+        f"{Path('dist/a').absolute()} is already a bundle: replace it with --force, or choose another folder."
+    )
+    assert cluster.processes() == []
 
 
 @pytest.mark.slow
@@ -197,27 +214,6 @@ def test_an_interrupt_ends_the_builds_on_the_workers(cluster, project, tmp_path,
     assert err.splitlines()[-1].startswith("optimize-export: ")
     wait_for(lambda: not cluster.processes())
     assert not Path("dist").exists()
-
-
-@pytest.mark.slow
-def test_the_build_of_a_lost_machine_is_tried_again(cluster, project, tmp_path):
-    models = "".join(f"[tool.optimize-export.models.{name}]\n" for name in "ab")
-    project(models + "[tool.optimize-export.models.c]\nmodel = 'waits.py'\n")
-    flag = tmp_path / "flag"
-    Path("waits.py").write_text(WAITS.replace("FLAG", repr(str(flag))) + NET + INPUTS)
-    process = cluster.start("--all", "--json", "--on", "ray")
-    wait_for(flag.exists)
-    os.kill(int(flag.read_text()), signal.SIGKILL)
-    out, log = process.communicate(timeout=150)
-    found = json.loads(out)
-    assert process.returncode == 0
-    assert "c: the build is tried again, because its worker was lost: " in log
-    assert (tmp_path / "flag.again").read_text() == "x"
-    os.rename("dist", "cluster-dist")
-    code, expected, _ = cluster.run("-j", "2")
-    assert (code, timeless(found)) == (0, timeless(expected))
-    assert sorted(found["models"]) == ["a", "b", "c"]
-    assert files(Path("cluster-dist")) == files(Path("dist"))
 
 
 class HereRay:

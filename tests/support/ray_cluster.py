@@ -29,8 +29,8 @@ if __name__ == "__main__":
     os.dup2(2, 1)
     head = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False, "ray_client_server_port": port, **store}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    for name in ("first", "second"):
-        cluster.add_node(num_cpus=1, num_gpus=0, resources={name: 1}, **store)
+    for _ in range(2):
+        cluster.add_node(num_cpus=1, num_gpus=0, resources={"worker": 1}, **store)
     print(json.dumps({"address": cluster.address, "client": f"ray://127.0.0.1:{port}"}), file=answers, flush=True)
     sys.stdin.read()
     cluster.shutdown()
