@@ -114,6 +114,7 @@ bench: $(VENV)/bench $(TIMM) $(PACKAGES) test-bench
 	$(BIN)/python benchmarks/latency.py --json benchmarks/results/latency.json --markdown benchmarks/results/latency.md --picture docs/pictures/latency.svg
 	$(BIN)/python benchmarks/latency.py --models torchvision --batch 1 --rounds 21 --threads 1 --contenders ours,fuse,fuse-channels-last --json benchmarks/results/latency_by_hand.json --markdown benchmarks/results/latency_by_hand.md
 	$(BIN)/python benchmarks/accuracy.py --json benchmarks/results/accuracy.json --markdown benchmarks/results/accuracy.md
+	$(BIN)/python benchmarks/older_processor.py $(BIN)/python benchmarks/accuracy.py --json benchmarks/results/accuracy_avx2.json --markdown benchmarks/results/accuracy_avx2.md
 	$(BIN)/python benchmarks/each_pass.py --json benchmarks/results/each_pass.json --markdown benchmarks/results/each_pass.md
 	$(BIN)/python benchmarks/fusion.py --json benchmarks/results/fusion.json --markdown benchmarks/results/fusion.md
 	$(BIN)/python benchmarks/load_overhead.py --json benchmarks/results/load_overhead.json --markdown benchmarks/results/load_overhead.md
