@@ -381,8 +381,10 @@ def _upgrade_lines(upgrade: Document) -> Iterable[Table | str]:
     known = {name for each in upgrade["sets"] for name in each["libraries"]}
     for each in (*[upgrade["installed"]] * bool(rows), *upgrade["sets"]):
         told = [f"{name} {version}" for name, version in each["libraries"].items() if name in known]
-        code = [] if each is upgrade["installed"] else [f"exit code {each['exit_code']}"]
-        yield f"{each['name']}: {', '.join([*code, *told])}"
+        if each is not upgrade["installed"]:
+            told.insert(0, f"exit code {each['exit_code']}")
+        if told:
+            yield f"{each['name']}: {', '.join(told)}"
         yield from (f"note: {sentence}" for sentence in each["notes"])
     rounds = [file["latency"]["ratio"]["rounds"] for each in ran for file in each["artifacts"] if file["latency"]]
     if rounds:

@@ -44,14 +44,17 @@ def ground_floor() -> Iterator[Path]:
         yield Path(folder)
 
 
-def environment(requirements: Sequence[str]) -> Path:
+def environment(requirements: Sequence[str], runtimes: Sequence[str] = ()) -> Path:
     """The Python of an environment with these requirements and numpy, which is built unless the cache has it.
 
     It is built in a folder of its own, which is then renamed: an interrupted build leaves nothing to be found, and of two
     processes that build the same one, the slower one takes that of the other.
 
+    Args:
+        runtimes: packages that must be importable there.
+
     Raises:
-        UsageError: pip finds no such versions, or they exclude each other.
+        UsageError: pip finds no such versions, they exclude each other, or a runtime isn't among them.
         DeviceError: pip can't reach its index, or fails otherwise; or the folder can't be written.
     """
     place = cache_folder() / _name_of(requirements)
@@ -68,6 +71,7 @@ def environment(requirements: Sequence[str]) -> Path:
         raise DeviceError(f"No environment can be built in {place.parent}: {error.strerror}.") from error
     try:
         _build(staging, requirements)
+        _require(staging, requirements, runtimes)
         try:
             staging.rename(place)
         except OSError:
@@ -80,7 +84,11 @@ def environment(requirements: Sequence[str]) -> Path:
 
 def cache_folder() -> Path:
     """Where environments are kept: `optimize-export/environments` in XDG_CACHE_HOME, which is ~/.cache by default."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "optimize-export" / "environments"
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError as error:
+        raise DeviceError("This user has no home folder to keep environments in: set XDG_CACHE_HOME.") from error
+    return folder / "optimize-export" / "environments"
 
 
 def python_in(folder: Path) -> Path:
@@ -116,6 +124,18 @@ def _build(folder: Path, requirements: Sequence[str]) -> None:
         raise _refusal(requirements, done.stderr)
 
 
+def _require(folder: Path, requirements: Sequence[str], runtimes: Sequence[str]) -> None:
+    """Raise UsageError if a runtime isn't there: the set names only a package like openvino-telemetry, for example."""
+    code = "import sys, importlib.util as found; print(*(each for each in sys.argv[1:] if not found.find_spec(each)))"
+    command = [str(python_in(folder)), "-I", "-c", code, *runtimes]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    if lacking := done.stdout.split():
+        raise UsageError(
+            f"The environment of {listed([*requirements])} has no {listed(lacking)}: name it in the set. If it is named, "
+            "pip's configuration has a `target` or `prefix`, which must go."
+        )
+
+
 def _refusal(requirements: Sequence[str], told: str) -> OptimizeExportError:
     """The error for a failure of pip, from what it wrote to stderr."""
     named, here = (
@@ -135,5 +155,7 @@ def _refusal(requirements: Sequence[str], told: str) -> OptimizeExportError:
     errors = [line.removeprefix("ERROR: ") for line in told.splitlines() if line.startswith("ERROR: ")]
     if conflict := next((line for line in errors if "conflicting dependencies" in line), None):
         return UsageError(f"{named} can't be installed together: {conflict.rstrip('.')}.")
+    if invalid := next((line for line in errors if line.startswith("Invalid requirement")), None):
+        return UsageError(f"pip doesn't understand {named}: {invalid.rstrip('.')}.")
     reason = (errors or told.strip().splitlines() or ["it says nothing"])[0]
     return DeviceError(f"{named} can't be installed: pip fails: {reason.rstrip('.')}.")

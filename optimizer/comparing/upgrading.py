@@ -165,9 +165,9 @@ def verify_with(
                 f"No file of {path} runs in what the set {made.name} names: name {files.needed}, with a version."
             )
     pythons: dict[str, Path] = {}
-    for made, requirements in zip(tried, sets, strict=True):
+    for made, requirements, own in zip(tried, sets, routes, strict=True):
         try:
-            pythons[made.name] = environment(requirements)
+            pythons[made.name] = environment(requirements, sorted({route.runtime for _, route in own}))
         except (UsageError, DeviceError) as error:
             made.error = error
     with ground_floor() as code:

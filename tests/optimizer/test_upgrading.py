@@ -71,6 +71,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     wheel(folder, "numpy", "99.0", {"real.pth": "\n".join(places) + "\n"})
     wheel(folder, "numpy", "99.1", {})
     wheel(folder, "torch", "99.0", {"torch-note.txt": ""})
+    wheel(folder, "onnxruntime_telemetry", "99.0", {})
     for version, change in (("99.0", "each"), ("99.1", "each + 1"), ("99.2", "__import__('os')._exit(3)")):
         wheel(folder, "onnxruntime", version, {"onnxruntime/__init__.py": ONNXRUNTIME.format(change=change)})
     return folder
@@ -145,7 +146,7 @@ def test_without_the_runtime_here_the_set_is_judged_alone(bundle: Bundle, monkey
 def test_a_set_that_names_no_runtime_is_refused_before_anything_is_built(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upgrading, "environment", lambda requirements: pytest.fail("built"))
+    monkeypatch.setattr(upgrading, "environment", lambda *_: pytest.fail("built"))
     with pytest.raises(UsageError, match=r"numpy==99\.0 names: name torch or onnxruntime or openvino, with a"):
         verify_with(bundle.path, [("numpy==99.0",)])
 
@@ -176,7 +177,7 @@ def test_a_file_for_another_machine_is_a_problem_only_alone(bundle: Bundle, monk
     def refusing(path: Path, *_: Any) -> Any:
         raise OtherMachine(f"{path.name} was compiled by another release")
 
-    monkeypatch.setattr(upgrading, "environment", lambda requirements: Path(sys.executable))
+    monkeypatch.setattr(upgrading, "environment", lambda *_: Path(sys.executable))
     monkeypatch.setattr(upgrading, "RunningFile", refusing)
     found = verify_with(bundle.path, [("torch==99.0",)])
     assert found.exit_code == 6
@@ -248,11 +249,30 @@ def test_open_requirements_have_a_new_environment_each_day(monkeypatch: pytest.M
     assert [one == other for one, other in zip(before, after, strict=True)] == [False, False, False, True]
 
 
+def test_a_set_without_the_runtime_itself_is_refused_and_not_kept(bundle: Bundle) -> None:
+    found = verify_with(bundle.path, [("onnxruntime-telemetry==99.0",)])
+    told = "The environment of onnxruntime-telemetry==99.0 has no onnxruntime: name it in the set."
+    assert (found.exit_code, found.problems[0].startswith(f"with onnxruntime-telemetry==99.0: {told}")) == (2, True)
+    assert [*cache_folder().iterdir()] == []
+
+
+def test_without_a_home_folder_the_error_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    with pytest.raises(DeviceError, match="no home folder to keep environments in: set XDG_CACHE_HOME"):
+        environment(("numpy==99.1",))
+
+
 def test_pip_that_fails_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"finds no wheel of onnxruntime==98 for Python .*; the newest are .*99\.2\.$"):
         environment(("onnxruntime==98",))
     with pytest.raises(UsageError, match=r"finds no wheel of onnxruntime-none for .*; it finds no version at all"):
         environment(("onnxruntime-none",))
+    with pytest.raises(UsageError, match="pip doesn't understand onnxruntime~=99: Invalid requirement: "):
+        environment(("onnxruntime~=99",))
     with pytest.raises(UsageError, match="can't be installed together: Cannot install"):
         environment(("numpy==99.0", "numpy==99.1"))
     monkeypatch.setenv("PIP_NO_INDEX", "0")
