@@ -19,7 +19,7 @@ from optimizer.diagnosis import diagnosis_lines
 from optimizer.parity import WITHIN_BUDGET, accuracy_text, allowed_share
 from optimizer.profiling import profile_lines
 from optimizer.report import reason_shown, remark_lines
-from optimizer.showing import number_text, percent_text, rate_text, seconds_text, size_text
+from optimizer.showing import count_text, number_text, percent_text, rate_text, seconds_text, size_text
 from optimizer.training import TABLE_COLUMNS, TrainingTuning, recommendation, table_rows
 
 # Without a terminal, lines are almost never wrapped, so that `grep` finds them whole.
@@ -452,7 +452,8 @@ def _file_lines(file: Document) -> Iterable[str]:
     if weights := file["weights"]:
         changed = weights["changed"]
         parts = [f"{len(changed)} of {weights['number'][0]} weights changed"] * bool(changed)
-        parts += [f"{len(weights[kind])} {kind}" for kind in ("removed", "added", "renamed") if weights[kind]]
+        kinds = ("removed", "added", "renamed")
+        parts += [f"{count_text(len(weights[kind]), 'weight')} {kind}" for kind in kinds if weights[kind]]
         if sized := [each for each in changed if each["max_difference"] is not None]:
             most = max(sized, key=lambda each: float(each["max_difference"]))
             parts.append(

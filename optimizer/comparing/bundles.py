@@ -42,32 +42,36 @@ def compare_bundles(path: str | Path, other: str | Path, *, seconds: float = 5.0
             raise BundleError(f"{bundle.path} is damaged, and no file is run: {next(iter(damage.values()))}")
     facts = [_facts(bundle.manifest) for bundle in both]
     pairs = {name: [each.get(name, "none") for each in facts] for name in {**facts[0], **facts[1]}}
-    files = [_compared(format, both) for format in {format: None for bundle in both for format in _entries(bundle)}]
+    notes: list[str] = []
+    formats = {format: None for bundle in both for format in _entries(bundle)}
+    files = [_compared(format, both, notes) for format in formats]
     found: Document = {
         "bundles": [str(path), str(other)],
         "facts": {name: pair for name, pair in pairs.items() if pair[0] != pair[1]},
         "files": files,
         "latency": None,
-        "notes": [],
+        "notes": notes,
     }
     found["same"] = not found["facts"] and all(file["same"] for file in files)
     lack = next((lack for bundle in both if (lack := not_in_numpy(bundle.manifest))), None)
+    if found["same"]:
+        return dict(plain(found))
     if "inputs" in found["facts"] or lack:
-        found["notes"].append(f"outputs and latency aren't compared, because {lack or 'the inputs differ'}")
-    elif not found["same"]:
+        notes.append(f"outputs and latency aren't compared, because {lack or 'the inputs differ'}")
+    else:
         for file in files:
             if not file["same"] and None not in file["bytes"]:
-                with _noted(found["notes"], f"the outputs of {file['path']} aren't compared"):
+                with _noted(notes, f"the outputs of {file['path']} aren't compared"):
                     file["outputs"] = _outputs(file["format"], both)
         if is_to_be_timed(None):
-            with _noted(found["notes"], "the latency isn't compared"):
+            with _noted(notes, "the latency isn't compared"):
                 found["latency"] = _latency(both, seconds)
     return dict(plain(found))
 
 
 @contextmanager
 def _noted(notes: list[str], what: str) -> Iterator[None]:
-    """Note an error: each runtime has its own, and some derive from Exception alone."""
+    """Note an error: each runtime and each reader of files has its own, and some derive from Exception alone."""
     try:
         yield
     except Exception as error:  # noqa: BLE001
@@ -113,8 +117,8 @@ def _tensor_text(tensor: Entry) -> str:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-def _compared(format: str, both: Sequence[Bundle]) -> Document:
-    """The contents of the files of a format, without running them; only their sizes where one bundle lacks them."""
+def _compared(format: str, both: Sequence[Bundle], notes: list[str]) -> Document:
+    """The contents of the files of a format, without running them; only their sizes where one can't be read or is lacking."""
     entries = [_entries(bundle).get(format) for bundle in both]
     hashes = [{each["path"]: each["sha256"] for each in bundle.manifest["files"]} for bundle in both]
     held = [entry and [known[path] for path in entry["files"]] for entry, known in zip(entries, hashes, strict=True)]
@@ -127,10 +131,12 @@ def _compared(format: str, both: Sequence[Bundle]) -> Document:
     }
     if found["same"] or None in found["bytes"]:
         return found
-    first, second = (contents_of(format, bundle.path / _entries(bundle)[format]["path"]) for bundle in both)
-    if first is None or second is None:
-        return found
-    return {**found, "weights": weights_between(first, second), "operations": operations_between(first, second)}
+    with _noted(notes, f"the weights and operations of {found['path']} aren't compared"):
+        first, second = (contents_of(format, bundle.path / _entries(bundle)[format]["path"]) for bundle in both)
+        if first is not None and second is not None:
+            found["weights"] = weights_between(first, second)
+            found["operations"] = operations_between(first, second)
+    return found
 
 
 def _outputs(format: str, both: Sequence[Bundle]) -> list[Document]:

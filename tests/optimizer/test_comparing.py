@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from changed_bundles import seal
 from torch import nn
 
 from optimize_export.errors import BundleError
@@ -125,6 +126,27 @@ def test_a_file_that_cannot_run_is_a_note(first: Bundle, shifted: Bundle, monkey
     found = compare_bundles(first.path, shifted.path)
     assert found["notes"][0] == "the outputs of model.torchscript.pt aren't compared: RuntimeError: no kernel"
     assert found["files"][0]["weights"]["changed"]
+
+
+def test_a_file_that_cannot_be_read_is_a_note(
+    first: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = shutil.copytree(first.path, tmp_path / "broken")
+    for name in ("model.onnx", "model.torchscript.pt"):
+        (broken / name).write_bytes(b"garbage")
+    seal(broken)
+    found = compare_bundles(first.path, broken)
+    starts = [note.partition(": ")[0] for note in found["notes"][:2]]
+    names = ("model.torchscript.pt", "model.onnx")
+    assert starts == [f"the weights and operations of {name} aren't compared" for name in names]
+    assert [(file["same"], file["weights"]) for file in found["files"]] == [(False, None)] * 2
+    assert main(["compare", str(first.path), str(broken)]) == 0
+    assert "note: the weights and operations of model.onnx aren't compared: DecodeError" in capsys.readouterr().out
+
+
+def test_equal_bundles_need_no_note_about_what_is_not_run(first: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundles, "not_in_numpy", lambda manifest: "`x` is bfloat16, which numpy lacks")
+    assert compare_bundles(first.path, first.path)["notes"] == []
 
 
 def test_a_damaged_bundle_is_not_compared(
