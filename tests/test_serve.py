@@ -71,14 +71,15 @@ def port(bundle: Path) -> Iterator[int]:
 
 def ask(port: int, method: str, path: str, body: Any = None) -> tuple[int, str, str]:
     with closing(HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
-        connection.request(method, path, None if body is None else json.dumps(body))
+        connection.request(method, path, body if body is None or isinstance(body, bytes) else json.dumps(body))
         answer = connection.getresponse()
         return answer.status, answer.getheader("Content-Type", ""), answer.read().decode()
 
 
 def test_each_request_gets_the_answer_of_its_row(bundle: Path, port: int) -> None:
     rows = numpy.random.default_rng(0).standard_normal((64, 3, 32, 32)).astype(numpy.float32)
-    wrong = [{"image": rows[0, :2].tolist()}, {"picture": 1}, {"image": "text"}, [1], 7]
+    endless = numpy.full_like(rows[0], numpy.nan).tolist()
+    wrong = [{"image": rows[0, :2].tolist()}, {"picture": 1}, {"image": "text"}, [1], 7, {"image": endless}]
     requests: list[Any] = [{"image": row.tolist()} for row in rows]
     for place, each in enumerate(wrong):
         requests.insert(10 * place, each)
@@ -103,6 +104,14 @@ def test_each_request_gets_the_answer_of_its_row(bundle: Path, port: int) -> Non
     assert samples["optimize_export_calls_total", "answered"] == 64
     assert samples["optimize_export_batch_rows_sum", None] == 64
     assert samples["optimize_export_waiting_calls", None] == 0
+
+
+def test_what_json_cannot_have_is_no_error_of_the_server(port: int) -> None:
+    for body in (b"[" * 200_000, b'{"image":' + b"[" * 200_000, b"\xff", b""):
+        assert ask(port, "POST", "/predict", body)[0] == 400
+    largest = numpy.full((3, 32, 32), 3e38, numpy.float32).tolist()
+    status, _, text = ask(port, "POST", "/predict", {"image": largest})
+    assert (status, json.loads(text)) == (422, {"error": "the output isn't finite"})
 
 
 def test_clients_that_go_away_leave_the_others_alone(bundle: Path, port: int) -> None:

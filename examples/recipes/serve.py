@@ -41,14 +41,16 @@ async def predict(request: Request) -> Response:
         row = numpy.asarray((await request.json())["image"], numpy.float32)
     except ClientDisconnect:
         return Response()  # which nobody reads
-    except (KeyError, OverflowError, TypeError, ValueError):
+    except (KeyError, OverflowError, RecursionError, TypeError, ValueError):
         row = numpy.zeros(0, numpy.float32)
-    if row.shape != SHAPE:
-        return JSONResponse({"error": f'send {{"image": …}} with numbers in the shape {list(SHAPE)}'}, 400)
+    if row.shape != SHAPE or not numpy.isfinite(row).all():
+        return JSONResponse({"error": f'send {{"image": …}} with finite numbers in the shape {list(SHAPE)}'}, 400)
     try:
         output = await request.app.state.run.submit(row[None])
     except QueueFull as error:
         return JSONResponse({"error": str(error)}, 503, {"Retry-After": "1"})
+    if not numpy.isfinite(output).all():
+        return JSONResponse({"error": "the output isn't finite"}, 422)  # JSON has no such numbers
     return JSONResponse({"output": output[0].tolist()})
 
 

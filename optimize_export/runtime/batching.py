@@ -132,7 +132,11 @@ class BatchedModel:
         It has counters of calls by outcome, histograms of their latency and of the rows of a run, and the calls that wait
         now. Serve it as `application/openmetrics-text; version=1.0.0; charset=utf-8`. Calls with wrong arguments never reach
         the queue and aren't counted.
+
+        Raises:
+            UsageError: it was loaded before this process was forked; its calls are those of the other process.
         """
+        self._line.refuse_fork()
         return self._line.metrics.text(self._line.waiting, self._line.room)
 
     def close(self) -> None:
@@ -215,9 +219,13 @@ class _Line:
         self._closed = False
         self._process = os.getpid()
 
-    def put(self, call: _Call, kind: Hashable) -> None:
+    def refuse_fork(self) -> None:
+        """Raise UsageError in a fork, where nothing serves, and another thread of the original may have held a lock."""
         if os.getpid() != self._process:
             raise UsageError("The bundle was loaded before this process was forked: load it in each process.")
+
+    def put(self, call: _Call, kind: Hashable) -> None:
+        self.refuse_fork()
         with self._changed:
             if self._closed:
                 raise UsageError("The model was closed: load the bundle again.")

@@ -416,6 +416,8 @@ def test_the_program_ends_though_nobody_closed_it(bundle: Bundle) -> None:
 
 
 def _call_in_fork(run: BatchedModel, told: Any) -> None:
+    with pytest.raises(UsageError, match="before this process was forked"):
+        run.metrics()
     try:
         run(*a_call())
     except UsageError as error:
