@@ -1,7 +1,7 @@
 """Push a bundle to the Hugging Face Hub, in one commit with its files as they are, so that a download can be verified."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,8 @@ def push(bundle: str | Path | Bundle, repo_id: str, *, private: bool = True, rev
     paths = [*(file["path"] for file in manifest["files"]), MANIFEST, SUMS]
     with _errors_of_hub(repo_id):
         validate_repo_id(repo_id)
+        if not (hub.get_token() or "").isascii():
+            raise UsageError("The token of the Hugging Face Hub has letters that no token has: copy it again.")
         if hub.get_token() is None:
             raise UsageError("The Hugging Face Hub needs a token: log in by `hf auth login`, or set HF_TOKEN.")
         api = hub.HfApi()
@@ -85,7 +87,9 @@ def _replaced(api: Any, repo_id: str, revision: str | None, others: set[str]) ->
     known: set[str] = set()
     if others and api.file_exists(repo_id, MANIFEST, revision=revision):
         earlier = Path(api.hf_hub_download(repo_id, MANIFEST, revision=revision))
-        known = {file["path"] for file in read_manifest(earlier.parent)["files"]}
+        # A manifest that can't be read lists nothing.
+        with suppress(BundleError):
+            known = {file["path"] for file in read_manifest(earlier.parent)["files"]}
     if more := sorted(others - known):
         raise BundleError(
             f"{repo_id} has files that aren't of a bundle ({listed(more)}), so a download couldn't be verified: push to a "

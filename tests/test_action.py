@@ -35,6 +35,8 @@ def test_actions_are_pinned_as_in_the_workflows() -> None:
     assert used == {f"actions/setup-python@{known['actions/setup-python']}", "github/codeql-action/upload-sarif@v4"}
     (upload,) = (step for step in STEPS if "upload-sarif" in step.get("uses", ""))
     assert upload["if"].startswith("always() && inputs.sarif != ''")
+    # Code scanning keeps the last upload of a category.
+    assert inputs_in(upload["with"]["category"]) == {"command", "sarif"}
 
 
 def step_named(name: str) -> dict[str, Any]:
@@ -63,6 +65,8 @@ def test_the_project_is_installed_from_the_folder_of_the_action(tmp_path: Path) 
     assert step["env"]["FOLDER"] == "${{ github.action_path }}"
     done = run(step, {**INPUTS, "extras": HOSTILE[1]}, tmp_path, "python", 0)
     assert done == (0, ["-m", "pip", "install", "--quiet", f"/the action[{HOSTILE[1]}]"])
+    done = run(step, {**INPUTS, "extras": ""}, tmp_path, "python", 0)
+    assert done == (0, ["-m", "pip", "install", "--quiet", "/the action"])
     extras = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert f"\n{INPUTS['extras']} = [" in extras
 

@@ -148,6 +148,11 @@ def test_files_of_an_earlier_bundle_are_replaced_and_others_refused(
     assert "jane/net has files that aren't of a bundle (mine.txt), so a download couldn't be verified" in done.stderr
     assert branches["main"] == {**files, "mine.txt": b""}
 
+    branches["main"] = {**files, "manifest.json": b"{"}
+    done = run("-m", "optimizer", "push", smaller.path, "jane/net")
+    assert done.returncode == 8
+    assert "jane/net has files that aren't of a bundle (model.torchscript.pt), so a download" in done.stderr
+
 
 def test_a_damaged_bundle_is_not_pushed(hub: Hub, written: Bundle, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(written.path, tmp_path / "net"))
@@ -185,6 +190,10 @@ def test_a_license_that_the_hub_does_not_know_is_one_sentence(hub: Hub, run: Com
         (
             "jane/net", None, {"HF_TOKEN": ""}, 2,
             "The Hugging Face Hub needs a token: log in by `hf auth login`, or set HF_TOKEN.",
+        ),
+        (
+            "jane/net", None, {"HF_TOKEN": "hf_sécret"}, 2,
+            "The token of the Hugging Face Hub has letters that no token has: copy it again.",
         ),
         (
             "jane/net", (401, "Invalid username or password."), {}, 8,
