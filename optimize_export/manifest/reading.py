@@ -268,7 +268,7 @@ def changed_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
     return [*changed, f"{MANIFEST} or {SUMS}"] if sums_problem(folder, manifest) else changed
 
 
-# What git and a download from the Hugging Face Hub add to a folder. No reader of a bundle opens these.
+# What git and a download from the Hugging Face Hub add to a folder. `verify` refuses an ONNX file that reads these.
 _DOWNLOADED = (".cache", ".git", ".gitattributes")
 
 

@@ -5,7 +5,8 @@ measurements that the manifest has, and runs nothing.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ import torch
 
 from exporters.child_process import one_child
 from exporters.errors import OtherMachine, UnknownFormat
-from exporters.registry import load_for_proof
+from exporters.registry import exported_format, load_for_proof
 from optimize_export.arguments import parse_digest
 from optimize_export.errors import BundleError, UsageError, printable
-from optimize_export.manifest import SUMS, damage_of, plain, sums_problem
+from optimize_export.manifest import MANIFEST, SUMS, damage_of, plain, sums_problem
 from optimize_export.wording import listed, quote
 from optimizer.bundle.bundle import open_bundle
 from optimizer.bundle.golden import GoldenCall, read_golden, stored_noises, stored_tolerances
@@ -200,6 +201,8 @@ def verify_bundle(
     if damage := damage_of(folder, manifest, expect=expected):
         note = f"no artifact was loaded, because some files are wrong: {listed([*damage])}"
         return VerifyReport(folder, where, tuple(damage.values()), (), (note,))
+    if unhashed := list(_unhashed(folder, manifest)):
+        return VerifyReport(folder, where, tuple(unhashed), ())
     golden = manifest["golden"]
     try:
         calls = read_golden(folder, manifest)
@@ -231,6 +234,37 @@ def verify_bundle(
     if unjudged:
         notes.append(f"not judged, because the original is not deterministic there: {listed(unjudged)}")
     return VerifyReport(folder, where, (), tuple(figures), tuple(notes))
+
+
+def _unhashed(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for each file outside of the manifest from which an ONNX file takes weights: no hash covers these."""
+    for artifact in manifest["artifacts"]:
+        if exported_format(artifact["format"]) == "onnx":
+            for name in sorted(_external_data(folder / artifact["path"])):
+                path = posixpath.normpath(posixpath.join(posixpath.dirname(artifact["path"]), name))
+                if path not in artifact["files"]:
+                    yield f"{artifact['path']} takes weights from {path}, which {MANIFEST} doesn't list for it."
+
+
+def _external_data(path: Path) -> set[str]:
+    """The files that tensors of an ONNX file name, wherever they are; none if it can't be read, since then it can't be run."""
+    import onnx
+    from google.protobuf.message import DecodeError, Message
+
+    def tensors(message: Message) -> Iterator[Any]:
+        if isinstance(message, onnx.TensorProto):
+            yield message
+            return
+        for field_, value in message.ListFields():
+            if field_.message_type is not None:
+                for each in [value] if isinstance(value, Message) else value:
+                    yield from tensors(each)
+
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except DecodeError:
+        return set()
+    return {entry.value for each in tensors(model) for entry in each.external_data if entry.key == "location"}
 
 
 def _not_run(folder: Path, golden: Mapping[str, Any], calls: Sequence[GoldenCall], expect: str | None) -> VerifyReport:

@@ -11,8 +11,10 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
+from changed_bundles import seal
 from local_hub import TOKEN, Hub, serving
 from torch import nn
 
@@ -123,6 +125,27 @@ def test_a_link_in_a_cache_leads_to_its_own_blobs_only(
         (snapshot / "model.onnx").unlink()
         (snapshot / "model.onnx").symlink_to(target)
         assert verify_bundle(snapshot).problems == ("model.onnx can't be read: it is not a regular file.",)
+
+
+@pytest.mark.parametrize("place", [".cache/weights", ".cache/x/../weights", ".gitattributes"])
+def test_weights_in_what_a_download_adds_are_not_read(written: Bundle, tmp_path: Path, place: str) -> None:
+    folder = Path(shutil.copytree(written.path, tmp_path / "net"))
+    (folder / ".cache" / "x").mkdir(parents=True)
+    model = onnx.load(folder / "model.onnx")
+    (folder / place).write_bytes(b"".join(each.raw_data for each in model.graph.initializer))
+    at = 0
+    for each in model.graph.initializer:
+        size = len(each.raw_data)
+        onnx.external_data_helper.set_external_data(each, place, offset=at, length=size)
+        each.ClearField("raw_data")
+        at += size
+    onnx.save(model, folder / "model.onnx")
+    seal(folder)
+    report = verify_bundle(folder, run=False)
+    assert report.problems == (
+        f"model.onnx takes weights from {os.path.normpath(place)}, which manifest.json doesn't list for it.",
+    )
+    assert verify_bundle(folder).artifacts == ()
 
 
 @pytest.mark.slow
