@@ -60,7 +60,12 @@ def compare_bundles(path: str | Path, other: str | Path, *, seconds: float = 5.0
         notes.append(f"outputs and latency aren't compared, because {lack or 'the inputs differ'}")
     else:
         for file in files:
-            if not file["same"] and None not in file["bytes"]:
+            if file["same"] or None in file["bytes"]:
+                continue
+            first, second = (_output_names(bundle, file["format"]) for bundle in both)
+            if len(first) != len(second):
+                notes.append(f"the outputs of {file['path']} aren't compared: there are {len(first)} and {len(second)}")
+            else:
                 with _noted(notes, f"the outputs of {file['path']} aren't compared"):
                     file["outputs"] = _outputs(file["format"], both)
         if is_to_be_timed(None):
@@ -139,13 +144,23 @@ def _compared(format: str, both: Sequence[Bundle], notes: list[str]) -> Document
     return found
 
 
+def _output_names(bundle: Bundle, format: str) -> list[str]:
+    return [each["name"] for each in _entries(bundle)[format]["outputs"]]
+
+
 def _outputs(format: str, both: Sequence[Bundle]) -> list[Document]:
-    """The outputs of both files on the golden inputs of the first bundle, by its names."""
+    """The outputs of both files on the golden inputs of the first bundle, by its names.
+
+    Those of the second one have its names, in any order; else they are taken in their order.
+    """
     calls, golden = both[0].golden(), both[0].manifest["golden"]
     answers = []
     for bundle in both:
         with closing(_running(bundle, route_of(bundle.manifest, format), calls[0])) as file:
             answers.append(file.outputs(calls))
+    names, others = (_output_names(bundle, format) for bundle in both)
+    if {*names} == {*others}:
+        answers[1] = [tuple(each[others.index(name)] for name in names) for each in answers[1]]
     # The first file's outputs take the place of the original's. A lossy file isn't judged by its budget here.
     expected = [
         replace(call, outputs=dict(zip(call.outputs, own, strict=True)))

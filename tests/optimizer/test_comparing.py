@@ -106,6 +106,28 @@ def test_other_inputs_are_said_and_the_rest_is_compared(
     assert "note: outputs and latency aren't compared, because the inputs differ" in capsys.readouterr().out
 
 
+class Outputs(nn.Module):
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = names
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: {"twice": x * 2, "sum": x.sum((1, 2, 3)), "less": x - 1}[name] for name in self.names}
+
+
+def test_outputs_are_compared_by_their_names_and_others_are_said(tmp_path: Path) -> None:
+    names = [("twice", "sum"), ("sum", "twice"), ("less",)]
+    paths = [
+        made(tmp_path / str(place), Outputs(*each).eval(), formats=("onnx",)).path for place, each in enumerate(names)
+    ]
+    found = compare_bundles(paths[0], paths[1])
+    told = [(each["name"], each["max_difference"], each["problem"]) for each in found["files"][0]["outputs"]]
+    assert told == [("twice", 0.0, None), ("sum", 0.0, None)]
+    found = compare_bundles(paths[0], paths[2])
+    assert found["files"][0]["outputs"] is None
+    assert found["notes"] == ["the outputs of model.onnx aren't compared: there are 2 and 1"]
+
+
 def test_the_latency_is_that_of_both_in_turn(
     first: Bundle, shifted: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
