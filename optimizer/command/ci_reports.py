@@ -89,6 +89,7 @@ class CIReports:
                 os.path.realpath(self._target)
             ):
                 raise UsageError(f"--{name} {path} is inside the bundle, which it would damage: choose another folder.")
+        for path in self._paths.values():
             with _written(path):
                 path.unlink(missing_ok=True)
 

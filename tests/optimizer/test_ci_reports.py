@@ -271,16 +271,19 @@ def test_an_earlier_file_is_gone_before_the_work(monkeypatch, tmp_path, capfd):
         (("--sarif", "ci.xml"), 2, "--sarif: 'ci.xml' doesn't end with .sarif or .sarif.json."),
         (("--sarif", "b/manifest.json"), 2, "doesn't end with .sarif or .sarif.json."),
         (("--sarif", "b/ci.sarif"), 2, "is inside the bundle, which it would damage"),
+        (("--junit", "old.xml", "--sarif", "b/ci.sarif"), 2, "is inside the bundle, which it would damage"),
         (("--junit", "folder.xml"), 8, "folder.xml can't be written: "),
     ],
 )
 def test_no_other_file_is_replaced(monkeypatch, tmp_path, capfd, arguments, code, part):
     monkeypatch.chdir(tmp_path)
     Path("folder.xml").mkdir()
+    Path("old.xml").touch()
     Path("b").mkdir()
     Path("b/manifest.json").write_text("{}", encoding="utf-8")
     assert cli.main(["verify", "b", *arguments]) == code
     assert part in capfd.readouterr().err
+    assert Path("old.xml").exists()
     assert Path("b/manifest.json").read_text(encoding="utf-8") == "{}"
 
 
