@@ -602,6 +602,8 @@ class BuildOptions:
     """What each of these commands builds."""
     resources: Mapping[str, Mapping[str, float]]
     """What each model asks of a machine, such as 1 of GPU."""
+    folders: Sequence[str]
+    """What the builds of all models of the config write, of which `--on` sends nothing."""
     all: bool = field(default=False, metadata=option(
         "Build all models of the config.", "build", common=True,
     ))

@@ -63,6 +63,10 @@ class Config:
             return self.models[name]
         raise UsageError(f"{self.path} has no model {name}; its models are: {self.names()}.")
 
+    def folders(self) -> list[str]:
+        """The folders that the builds of all models write."""
+        return [values[key] for values in self.models.values() for key in ("output", *FOLDERS) if key in values]
+
     def refuse_shared_outputs(self, outputs: Mapping[str, Path]) -> None:
         """Raise `UsageError` if two models have the same folder, or one inside the other's."""
         places = {name: path.resolve() for name, path in outputs.items()}

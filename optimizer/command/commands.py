@@ -451,7 +451,7 @@ def _build(call: _Call) -> ExportOptions | BuildOptions:
     number, count = own.get("shard", (1, 1))
     given = ["build", f"--config={config.path}", "--json"]
     commands = {name: [*given, *_given_again(call, name), name] for name in names[number - 1 :: count]}
-    return BuildOptions(commands, asked, config.resources, **own)
+    return BuildOptions(commands, asked, config.resources, config.folders(), **own)
 
 
 def _given_again(call: _Call, model: str) -> Iterator[str]:

@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,7 +60,7 @@ def builds_on_ray(options: BuildOptions, tell: Callable[[str], object]) -> Gener
             raise UsageError(
                 f"A build with --on writes inside of the current folder: make {path} a relative path in it."
             )
-    with _connected(str(options.on), written) as ray:
+    with _connected(str(options.on), [*map(str, written), *options.folders]) as ray:
         for name in models:
             _refuse_unmeetable(ray, name, options.resources[name])
         stopped = Event()
@@ -71,8 +72,8 @@ def builds_on_ray(options: BuildOptions, tell: Callable[[str], object]) -> Gener
 
 
 @contextlib.contextmanager
-def _connected(address: str, written: list[Path]) -> Iterator[Any]:
-    """Yield the module `ray`, connected to the cluster, whose machines get the current folder without `written`."""
+def _connected(address: str, left_out: list[str]) -> Iterator[Any]:
+    """Yield the module `ray`, connected to the cluster, whose machines get the current folder without `left_out`."""
     # Ray would report its use to its makers.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -84,7 +85,7 @@ def _connected(address: str, written: list[Path]) -> Iterator[Any]:
         raise UsageError(
             f"--on {address} needs Ray, which isn't installed: pip install 'optimize-export[ray]'."
         ) from error
-    excluded = [f"/{os.path.normpath(path)}" for path in written] + [STAGING]
+    excluded = [f"/{os.path.normpath(path)}" for path in left_out] + [STAGING]
     excluded += [f"/{found.parent.name}" for found in Path.cwd().glob("*/pyvenv.cfg")]
     # Otherwise the machines of the cluster would import it, before it can check what they have.
     ray.cloudpickle.register_pickle_by_value(sys.modules[Builder.__module__])
@@ -96,14 +97,20 @@ def _connected(address: str, written: list[Path]) -> Iterator[Any]:
             if colon:
                 # Ray itself tries for half a minute, or for more than ten minutes without `ray://`.
                 socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-            ray.init(
-                None if address == "ray" else address,
-                runtime_env={"working_dir": str(Path.cwd()), "excludes": excluded},
-                log_to_driver=False,
-                logging_level="ERROR",
-            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what Ray warns of is in its errors too
+                ray.init(
+                    None if address == "ray" else address,
+                    runtime_env={"working_dir": str(Path.cwd()), "excludes": excluded},
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                )
         except (OSError, RuntimeError, ValueError, ImportError, ray.exceptions.RayError) as error:
-            raise DeviceError(f"--on {address}: Ray can't be used: {_first_line(error)}") from error
+            # Where an address is given, Ray doesn't read the token that the cluster asks for by default.
+            hint = (
+                " If the cluster asks for a token, set RAY_AUTH_MODE=token." if type(error) is ConnectionError else ""
+            )
+            raise DeviceError(f"--on {address}: Ray can't be used: {_first_line(error)}{hint}") from error
         finally:
             signal.signal(signal.SIGTERM, on_sigterm)
         # Ray writes the end of a machine to stdout, whatever `log_to_driver` says; nothing public prevents that.
@@ -251,4 +258,5 @@ class _Build:
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{(str(error).strip() or type(error).__name__).splitlines()[0].rstrip('.')}."
+    text = str(error).removeprefix("Failed to set up runtime environment.").strip() or type(error).__name__
+    return f"{text.splitlines()[0].rstrip('.')}."
