@@ -171,5 +171,7 @@ def open_route(path: Path, route: Route, device: str = "cpu") -> Runner:
     # is missing.
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise DeviceError(f"{route.runtime} can't load {path.name}: {reason}") from error
+        # Some runtimes don't follow those of the Hugging Face Hub's cache to external data.
+        remedy = "; it is a link: copy the bundle, with the files instead of links" if path.is_symlink() else ""
+        raise DeviceError(f"{route.runtime} can't load {path.name}: {reason}{remedy}") from error
     return runner

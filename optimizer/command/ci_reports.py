@@ -92,6 +92,8 @@ class CIReports:
         for path in self._paths.values():
             with _written(path):
                 path.unlink(missing_ok=True)
+                # Not after minutes of work, whose result would be lost.
+                path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, document: Document) -> None:
         """Write the files, each in one step. BundleError if one can't be written."""
@@ -102,7 +104,6 @@ class CIReports:
             data = self._junit(checks) if name == "junit" else self._sarif(document, checks)
             staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
             with _written(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
                 try:
                     staged.write_bytes(data)
                     staged.replace(path)

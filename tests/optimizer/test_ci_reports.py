@@ -273,6 +273,7 @@ def test_an_earlier_file_is_gone_before_the_work(monkeypatch, tmp_path, capfd):
         (("--sarif", "b/ci.sarif"), 2, "is inside the bundle, which it would damage"),
         (("--junit", "old.xml", "--sarif", "b/ci.sarif"), 2, "is inside the bundle, which it would damage"),
         (("--junit", "folder.xml"), 8, "folder.xml can't be written: "),
+        (("--junit", "old.xml/ci.xml"), 8, "ci.xml can't be written: Not a directory"),
     ],
 )
 def test_no_other_file_is_replaced(monkeypatch, tmp_path, capfd, arguments, code, part):
@@ -281,6 +282,7 @@ def test_no_other_file_is_replaced(monkeypatch, tmp_path, capfd, arguments, code
     Path("old.xml").touch()
     Path("b").mkdir()
     Path("b/manifest.json").write_text("{}", encoding="utf-8")
+    monkeypatch.setattr(cli, "_torch_side", lambda: pytest.fail("it was run"))
     assert cli.main(["verify", "b", *arguments]) == code
     assert part in capfd.readouterr().err
     assert Path("old.xml").exists()
