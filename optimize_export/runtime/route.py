@@ -40,6 +40,8 @@ SETTINGS: Mapping[str, Mapping[str, type]] = {
 PRECISIONS: Mapping[str, str] = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 # Of each input the sizes; a scalar has none.
 _SHAPES = re.compile(r"(\d{1,9}(x\d{1,9})*)?(,(\d{1,9}(x\d{1,9})*)?)*")
+# The lines with which OpenVINO begins its messages: places in its own source.
+_PLACE = re.compile(r"Exception from |Check '.*' failed at ")
 _INSTALL = {
     "onnxruntime": "pip install onnxruntime-gpu, or pip install onnxruntime for the CPU alone",
     "openvino": "pip install 'optimize-export[openvino]'",
@@ -170,7 +172,8 @@ def open_route(path: Path, route: Route, device: str = "cpu") -> Runner:
     # Each runtime has its own errors, and some derive from Exception alone. Another one is that a library of the system
     # is missing.
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        lines = [line for line in str(error).splitlines() if line.strip() and not _PLACE.match(line)]
+        reason = lines[0].strip().rstrip(".") if lines else type(error).__name__
         # Some runtimes don't follow those of the Hugging Face Hub's cache to external data.
         remedy = "; it is a link: copy the bundle, with the files instead of links" if path.is_symlink() else ""
         raise DeviceError(f"{route.runtime} can't load {path.name}: {reason}{remedy}") from error
