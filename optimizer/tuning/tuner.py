@@ -271,7 +271,8 @@ class Tuner:
         source = self._bench.files.folder / self._bench.files.entry("onnx")["path"]
         for format in QUANTIZED:
             (own,) = own_routes([format])
-            if own.runtime == "openvino" and not (is_installed("openvino") and kinds(format, source)):
+            in_openvino = device == "cpu" and is_installed("openvino")
+            if own.runtime == "openvino" and not (in_openvino and kinds(format, source)):
                 # It wouldn't pay.
                 continue
             if device == "cuda" and format.startswith("onnx-int8"):

@@ -726,8 +726,12 @@ def test_with_openvino_a_file_for_it_is_made_of_a_network_that_gains(monkeypatch
     """A file with open sizes is compiled for the sizes of the example."""
     of_inputs = ("onnx-int8-dense", "onnx-int8-inputs")
     both = [f"onnx-int8-{kind} in openvino, fixed shapes" for kind in ("dense", "inputs")]
-    for kinds, wanted in ((("int8-inputs",), both), ((), [])):
-        tuner = planned("cpu", monkeypatch)
+    for device, kinds, wanted in (
+        ("cpu", ("int8-inputs",), both),
+        ("cpu", (), []),
+        ("cuda", ("int8-inputs",), []),
+    ):
+        tuner = planned(device, monkeypatch)
         tuner._bench.files.has_open_sizes = True
         tuner._bench.files.inputs = [torch.zeros(2, 3), torch.tensor(1.0)]
         monkeypatch.setattr("optimizer.tuning.tuner.is_installed", lambda runtime: True)
@@ -735,7 +739,9 @@ def test_with_openvino_a_file_for_it_is_made_of_a_network_that_gains(monkeypatch
         monkeypatch.setattr("optimizer.tuning.tuner.kinds", lambda format, source, kinds=kinds: kinds)
         found = list(tuner._quantized_files())
         assert [str(each.route) for each in found if each.route.format in of_inputs] == wanted
-        assert found[1].route == Route("onnx-int8-dynamic", "openvino", {"shapes": "2x3,"})
+        assert not any(each.name in of_inputs for each in tuner._dropped)
+        if device == "cpu":
+            assert found[1].route == Route("onnx-int8-dynamic", "openvino", {"shapes": "2x3,"})
 
 
 def test_settings_of_a_file_that_was_made_later_are_tried_too(monkeypatch):
