@@ -42,7 +42,7 @@ def open_regular(path: Path, *, follow: bool = False) -> io.BufferedReader:
 
 
 def _in_cache(path: Path) -> Path:
-    """The file behind a link of the Hugging Face Hub's cache; else the path itself, also for any other link.
+    """The file to which a link of the Hugging Face Hub's cache leads; the path itself for any other path or link.
 
     The cache keeps each file once: `snapshots/REVISION/model.onnx` is a link to a file in `blobs`, next to `snapshots`.
     """

@@ -193,7 +193,7 @@ class MeasuredFile:
         return [packed(numpy.asarray(each)) for each in self._runner(*map(unpacked, inputs))]
 
     def latencies(self, count: int) -> list[float]:
-        """The seconds of each of so many calls. Afterwards the process is idle, so that another one can be timed."""
+        """The seconds of each call. Afterwards the process is idle, so that another one can be timed."""
         # Its threads slept while the other process was timed.
         _called(self._call, _AWAKE, time.perf_counter)
         found = [max(_called(self._call, 0.0, time.perf_counter)[1], _LEAST_SECONDS) for _ in range(count)]

@@ -88,7 +88,7 @@ def _entries(bundle: Bundle) -> dict[str, Entry]:
 
 
 def _facts(manifest: Entry) -> dict[str, str]:
-    """What a manifest says of the model and of the build, as texts by name."""
+    """The facts of a manifest about the model and the build, as texts by name."""
     made, model = manifest["environment"], manifest["model"]
     recommended = (manifest.get("benchmark") or {}).get("recommended")
     applied = [each for each in manifest.get("passes", ()) if each["status"] == "applied"]

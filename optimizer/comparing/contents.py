@@ -1,4 +1,4 @@
-"""What a file holds, and what differs between two files of the same format: weights and operations."""
+"""The weights and operations of a file, and the differences between two files of the same format."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _of_pt2(path: Path) -> Contents:
 
 
 def _arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, Any]]:
-    """As numpy arrays; what numpy lacks becomes float32, which has all its values."""
+    """Convert to numpy arrays. A float dtype that numpy lacks becomes float32, which has all its values."""
     found = {}
     for name, tensor in tensors.items():
         held = tensor.detach().cpu()

@@ -682,7 +682,7 @@ def test_a_file_that_a_runtime_cannot_load_is_one_sentence(tmp_path: Path) -> No
         # OpenVINO's first lines are places in its source.
         assert "Exception from" not in str(caught.value)
     (tmp_path / "link").symlink_to(path)
-    with pytest.raises(DeviceError, match="it is a link: copy the bundle, with the files instead of links$"):
+    with pytest.raises(DeviceError, match=r"it is a link: copy the bundle, with the files instead of links$"):
         open_route(tmp_path / "link", Route("onnx", "openvino"))
     with pytest.raises(DeviceError, match="There is no format 'gguf'"):
         open_route(path, Route("gguf", "torch"))
