@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from exporters.child_process import can_start, how_it_ended
+from exporters.child_process import can_start, end_session, how_it_ended
 from exporters.errors import RouteRefused
 from exporters.evidence import Place
 from exporters.exported_program import Assumptions, assumptions_of, nodes_of
@@ -151,20 +151,10 @@ class Compilation:
 
     def close(self) -> None:
         """End the child and everything that it started."""
-        _end(self._process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and everything that it started."""
-    if hasattr(os, "killpg"):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    else:
-        process.kill()
-    process.wait()
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):
-        process.stdin.close()
+        end_session(self._process)
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
 
 
 def child() -> None:

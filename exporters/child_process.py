@@ -250,6 +250,16 @@ def _end() -> None:
         _child = None
 
 
+def end_session(process: subprocess.Popen[Any]) -> None:
+    """End a process that was started in a session of its own, and everything that it started."""
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+    process.wait()
+
+
 def how_it_ended(code: int) -> str:
     """How a process ended that should have gone on, by its exit code, as in "crashes (SIGSEGV)"."""
     if code >= 0:

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+from exporters.child_process import end_session
 from optimize_export.errors import DeviceError, OptimizeExportError, UsageError
 from optimize_export.shadowing import ROOT
 from optimize_export.wording import listed
@@ -119,9 +120,23 @@ def _build(folder: Path, requirements: Sequence[str]) -> None:
     command = [*pip, "install", *quiet, "--only-binary", ":all:", *requirements]
     if "numpy" not in map(distribution_of, requirements):
         command.append("numpy")
-    done = subprocess.run(command, env=outside, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        raise _refusal(requirements, done.stderr)
+    # Of --python, pip makes a further process, which must end too.
+    with subprocess.Popen(
+        command,
+        env=outside,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            _, told = process.communicate()
+        except BaseException:
+            end_session(process)
+            raise
+    if process.returncode:
+        raise _refusal(requirements, told)
 
 
 def _require(folder: Path, requirements: Sequence[str], runtimes: Sequence[str]) -> None:

@@ -7,7 +7,11 @@ import datetime
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
+import threading
+import time
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -206,14 +210,33 @@ def test_an_environment_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each for each in cache_folder().iterdir() if each.name.startswith(".")] == []
 
 
-def test_an_interrupted_build_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        raise KeyboardInterrupt
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_an_interrupted_build_leaves_nothing_and_ends_all_of_pip(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    beats = tmp_path / "beats"
+    inner = f"import time\nwhile True: open({str(beats)!r}, 'a').write('x'); time.sleep(0.02)"
+    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
+    real = subprocess.Popen
 
-    monkeypatch.setattr(environments.subprocess, "run", interrupted)
+    def hanging(command: list[str], **settings: Any) -> Any:
+        return real([sys.executable, "-c", outer], **settings)
+
+    def interrupt() -> None:
+        while not beats.exists():
+            time.sleep(0.02)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    main = threading.main_thread().ident
+    assert main is not None
+    monkeypatch.setattr(environments.subprocess, "Popen", hanging)
+    threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         environment(("onnxruntime==99.0",))
     assert [*cache_folder().iterdir()] == []
+    size = beats.stat().st_size
+    time.sleep(0.3)
+    assert beats.stat().st_size == size
 
 
 def test_of_two_builds_at_once_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
