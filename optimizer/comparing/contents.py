@@ -25,7 +25,7 @@ class Contents:
     weights: Mapping[str, tuple[str, Any]]
     """By name: the dtype, and the values as a numpy array."""
     operations: Counter[str]
-    """Each with its attributes, such as `Conv(group=1, strides=[2, 2])`."""
+    """Of ONNX files with their attributes, such as `Conv(group=1, strides=[2, 2])`; of torch's files the names alone."""
     about: Mapping[str, str]
     """The operator sets and the producer, where the format has them."""
 
