@@ -175,6 +175,8 @@ class _Build:
         except self.ray.exceptions.RayError as error:
             times = f" in {_TRIES} tries" if isinstance(error, lost) else ""
             raise DeviceError(f"Ray couldn't run the build{times}: {_first_line(error)}") from error
+        except ConnectionError as error:
+            raise DeviceError("The connection to the cluster was lost during the build.") from error
 
     def _once(self) -> Document:
         resources = dict(self.options.resources[self.name])
@@ -215,10 +217,12 @@ class _Build:
                 self._fetch(actor, folder, inside, document)
             return document
         finally:
-            with contextlib.suppress(self.ray.exceptions.RayError):
-                if self.has_machine:
-                    self.ray.get(actor.stop.remote(), timeout=20)
-            self.ray.kill(actor)
+            # Without its connection, Ray raises a bare `Exception`, and the cluster ends the actor.
+            if self.ray.is_initialized():
+                with contextlib.suppress(self.ray.exceptions.RayError):
+                    if self.has_machine:
+                        self.ray.get(actor.stop.remote(), timeout=20)
+                self.ray.kill(actor)
 
     def _result(self, call: Any) -> Any:
         while not self.ray.wait([call], timeout=0.5)[0]:

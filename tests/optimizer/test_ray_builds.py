@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -260,6 +261,21 @@ def test_a_bundle_is_fetched_in_parts_and_takes_its_place_only_if_its_hashes_agr
     else:
         build._fetch(actor, Path("dist/a"), sizes, document)
         assert files(Path("dist/a")) == files(bundle.path)
+
+
+def test_a_lost_connection_to_the_cluster_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lost = MagicMock(exceptions=ray.exceptions)
+    lost.wait.side_effect = [([1], []), ConnectionError("Client is shutting down.")]
+    lost.get.return_value = None
+    lost.is_initialized.return_value = False
+    lost.kill.side_effect = Exception("Ray Client is not connected.")
+    asked, started = ExportOptions(model="net.py", output=Path("dist/a")), list[str]()
+    options = BuildOptions({"a": []}, {"a": asked}, {"a": {}}, [])
+    document, log = ray_builds._Build(lost, "a", asked, options, Event(), started.append).documented()
+    assert started == ["a"], "it was lost during the build"
+    assert document["error"]["message"] == "The connection to the cluster was lost during the build."
+    assert (document["exit_code"], log) == (5, f"optimize-export: error: {document['error']['message']}\n")
 
 
 @pytest.mark.parametrize("arguments", [["--on", "ray://127.0.0.1:9"], ["--on", "ray"]])
