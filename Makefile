@@ -154,10 +154,11 @@ $(TIMM): pyproject.toml constraints.txt
 	$(PIP) --no-deps --target $@ timm torchvision
 	touch $@
 
-# Models of other packages, for `make zoo`, and what their files import. openai-whisper and Resemblyzer have no wheels.
+# Models of other packages, for `make zoo`, what their files import, and a speech synthesizer that judges one of them.
+# openai-whisper and Resemblyzer have no wheels.
 $(PACKAGES): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	rm -rf $@
-	$(PIP) --no-deps --target $@ diffusers openai-whisper resemblyzer silero-vad torch-geometric torchcrepe \
+	$(PIP) --no-deps --target $@ diffusers espeakng-loader openai-whisper resemblyzer silero-vad torch-geometric torchcrepe \
 		aiohttp certifi charset-normalizer importlib-metadata psutil pyparsing requests scipy urllib3 xxhash zipp
 	touch $@

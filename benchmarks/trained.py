@@ -2,8 +2,8 @@
 
 Random weights prove arithmetic, not accuracy: they lack the wide ranges and the outliers that training brings, and have
 no top-1 to lose. Pictures are glyphs of three strokes, some classes apart by one stroke, under random affine and elastic
-deformations, colors and noise. Texts are words from a distribution per class, some negated, so that order counts. One
-network comes trained, with its package: see pitch.py.
+deformations, colors and noise. Texts are words from a distribution per class, some negated, so that order counts. Two
+networks come trained, with their packages: see pitch.py and voices.py.
 
 The weights are kept in build/trained/, and made again where they are missing:
 
@@ -23,6 +23,7 @@ from pathlib import Path
 import pitch
 import torch
 import torch.nn.functional as F
+import voices
 from models import declare_torchvision
 from torch import nn
 
@@ -229,7 +230,7 @@ RECIPES = {
     "vit": _Recipe(lambda: _Hybrid(trained("resnet").model), 640, 1e-3),
     "text": _Recipe(_Bert, 600, 1e-3, is_text=True),
 }
-SHIPPED = {"pitch": (pitch.network, pitch.tones)}
+SHIPPED = {"pitch": (pitch.network, pitch.tones), "voices": (voices.network, voices.utterances)}
 NETWORKS = (*RECIPES, *SHIPPED)
 _pictures = _Pictures()
 

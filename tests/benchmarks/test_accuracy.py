@@ -19,6 +19,18 @@ def test_a_chunk_is_the_same_in_each_draw_and_no_other_part_has_it():
         assert sum(len(labels) for _, labels in network.test(1000)) == 1024
 
 
+@pytest.mark.zoo
+def test_the_voice_encoder_knows_the_speakers():
+    with imported("trained") as trained:
+        network = trained.trained("voices")
+        inputs, labels = next(network.test())
+    assert inputs.shape == (256, 160, 40)
+    with torch.no_grad():
+        right = network.model(inputs).argmax(1) == labels
+    # By chance it would be a 16th.
+    assert right.double().mean() > 0.85
+
+
 @pytest.mark.parametrize("name", ["mobilenet_v3", "efficientnet", "resnet", "vit", "text"])
 def test_each_network_learns(name):
     with imported("trained") as trained:
