@@ -120,9 +120,9 @@ def utterances(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _said(voice: str, draw: random.Random) -> torch.Tensor:
-    """The samples of seven words with noise of 10 to 40 dB below them."""
+    """The samples of ten words, above two seconds, with noise of 10 to 40 dB below them."""
     speak, rate = _synthesizer()
-    samples = torch.from_numpy(speak(" ".join(draw.choices(_WORDS, k=7)), f"en+{voice}", draw))
+    samples = torch.from_numpy(speak(" ".join(draw.choices(_WORDS, k=10)), f"en+{voice}", draw))
     count = int(len(samples) * _RATE / rate)
     samples = nn.functional.interpolate(samples[None, None], count, mode="linear")[0, 0]
     noise = torch.randn(count, generator=torch.Generator().manual_seed(draw.randrange(2**31)))
