@@ -54,7 +54,7 @@ Run = Callable[[torch.Tensor], torch.Tensor]
 
 
 def made(network: Trained, folder: Path, batch: int, tune_seconds: float) -> Iterator[tuple[str, Run, str]]:
-    """Each contender with what it chose by itself."""
+    """Each contender: its name, its function, and its choice, "" for those that choose nothing."""
     calibration = [part for inputs, _ in network.calibration() for part in inputs.split(batch)]
     example = calibration[0]
     plain = folder / "plain.onnx"
@@ -67,7 +67,7 @@ def made(network: Trained, folder: Path, batch: int, tune_seconds: float) -> Ite
     yield OPENVINO, _in_openvino(plain, "f32"), ""
     yield OPENVINO_DEFAULT, _in_openvino(plain), ""
     quantized = folder / "quantized.onnx"
-    # A peer that can't make its file is a result too, such as onnxruntime's shape inference of an LSTM.
+    # A peer's failure is a result too: onnxruntime's shape inference fails on an LSTM.
     try:
         with silent():
             quantize(plain, quantized, [(part,) for part in calibration])
@@ -182,7 +182,7 @@ def tables_of(results: list[dict[str, Any]], environment: Mapping[str, Any]) -> 
     means = Table("Geometric means", ["contender", "speed-up at a drop of at most 0.5 points", "files within"])
     for name, label in LABELS.items():
         rows = [result["contenders"].get(name) for result in results]
-        # One that fails to make its file ships the float32 file, too.
+        # A contender without a file ships the float32 file, too.
         within = [each is not None and (each["upper"] <= BUDGET or name == FLOAT) for each in rows]
         ups = [each["speed_up"]["median"] if each and ok else 1.0 for each, ok in zip(rows, within, strict=True)]
         if any(rows):

@@ -4,8 +4,9 @@
 
 Libraries choose their kernels by the instruction `cpuid`, which no environment variable changes for onnxruntime and
 OpenVINO. So this copies torch, onnxruntime and OpenVINO to build/older_processor, with each `cpuid` replaced by an
-instruction that doesn't exist. A small library, loaded before all others, catches these, runs `cpuid` and hides what such
-a processor lacks, there and in /proc/cpuinfo, whose name of the processor then says so. Inductor compiles for Haswell.
+instruction that doesn't exist. A small library, loaded before all others, catches these, runs `cpuid`, and hides the
+instructions that such a processor lacks. It hides them in /proc/cpuinfo too, where the name of the processor then says so.
+Inductor compiles for Haswell.
 
 This hides instructions, it doesn't make another processor: the rest, such as caches and the speed of AVX2, is this one's.
 It needs Linux on x86-64, objdump and a C compiler, and takes two minutes the first time; delete the folder after an update.

@@ -1,4 +1,4 @@
-"""A network with the weights that its package ships: Resemblyzer's voice encoder, judged by whom of 16 speakers it hears.
+"""A network with the weights that its package ships: Resemblyzer's voice encoder, judged by how it recognizes 16 speakers.
 
 eSpeak NG, a speech synthesizer, says random words in the voices that it ships, at random speeds and pitches, and noise is added.
 As in use, the speaker is the one whose mean embedding is nearest.
@@ -82,7 +82,7 @@ _WORDS = [
     "money",
     "story",
 ]
-# The chunk of the embeddings that speakers are known by, which is in no set of examples.
+# The chunk for the mean embeddings of the speakers. No set of examples contains it.
 _ENROLLED = 40_000_000
 
 
@@ -100,7 +100,7 @@ class _Recognizer(nn.Module):
 
 
 def network() -> nn.Module:
-    """The encoder with what it hears of each speaker in 256 utterances, in eval."""
+    """The encoder with the mean embedding of each speaker over 256 utterances of all, in eval mode."""
     encoder = package_member("resemblyzer")[0].eval()
     mels, labels = utterances(_ENROLLED)
     with torch.no_grad():
@@ -112,7 +112,7 @@ def network() -> nn.Module:
 def utterances(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(256, 160, 40) mel spectrograms of 1.6 seconds, and the number of each one's speaker.
 
-    The same number gives the same words and speakers, but not the same bits: the synthesizer goes on with its last phase.
+    The same number gives the same words and speakers, but not the same bits: the synthesizer continues from its last phase.
     """
     draw = random.Random(number)
     labels = [draw.randrange(len(_VOICES)) for _ in range(_CHUNK)]

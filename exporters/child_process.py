@@ -88,7 +88,7 @@ class OwnChild:
     def __init__(
         self, opener: Opener, what: str, python: Path | None = None, path: Sequence[Path] | None = None
     ) -> None:
-        """Open it in this interpreter with its `sys.path`; or in another one, isolated, with its own packages and `path`."""
+        """Use this interpreter and its `sys.path`; or `python`, isolated, with its own packages and `path`."""
         self._child, self._what = _Child(python, path), what
         try:
             self._asked("open", pickle.dumps(opener), _LONGEST)

@@ -4,7 +4,7 @@
     int8-maps      int8 (7 bits), one scale/channel   uint8, calibrated      as int8-static; every Conv, and what is
                                                                              computed from its maps, see below
     int8-inputs    int8 (7 bits), one scale/channel   uint8, calibrated      every Conv, MatMul, Gemm
-    int8-dense     int8 (7 bits), one scale/channel   uint8, calibrated      as int8-inputs, but for depthwise Conv
+    int8-dense     int8 (7 bits), one scale/channel   uint8, calibrated      as int8-inputs, without depthwise Conv
     int8-static    int8 (7 bits), one scale/channel   uint8, calibrated      Conv, MatMul, Gemm; Relu, Clip after a Conv
     int8-dynamic   int8 (7 bits), one scale/channel   uint8, at every call   MatMul, Gemm
     uint8-dynamic  uint8, one scale/channel           uint8, at every call   MatMul, Gemm
@@ -24,9 +24,9 @@ hard-swish and hard-sigmoid x and clip(x + 3, 0, 6) / 6, for which onnxruntime h
 gain from it.
 
 OpenVINO computes activations in float inside the convolution before them, and rounds their result there. It is quickest
-with int8-inputs or int8-dense, which round what a convolution or product reads, and nothing else. Which of the two depends
-on the network and the processor. Speed-ups over float32 in onnxruntime on an AMD EPYC, one thread; networks of 224 × 224
-have batch 1 and random weights, those of benchmarks/trained.py batch 8:
+with int8-inputs or int8-dense, which round what a convolution or product reads, and nothing else. Which of the two
+is quicker depends on the network and the processor. Speed-ups over float32 in onnxruntime on an AMD EPYC, one thread;
+networks of 224 × 224 have batch 1 and random weights, those of benchmarks/trained.py batch 8:
 
                              with AVX-512 VNNI                     with AVX-512 hidden
                              int8-inputs int8-dense int8-maps (*)  int8-inputs int8-dense int8-maps (*)

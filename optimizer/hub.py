@@ -36,14 +36,14 @@ def push(bundle: str | Path | Bundle, repo_id: str, *, private: bool = True, rev
     """Push a bundle to a repository of the Hugging Face Hub that has nothing else.
 
     The repository gets the files of the bundle, and those of the bundle that was there before are removed. Its page shows
-    README.md, the model card. The token is the one that huggingface_hub finds: of `hf auth login`, or HF_TOKEN.
+    README.md, the model card. huggingface_hub finds the token: that of `hf auth login`, or HF_TOKEN.
 
         run = load(snapshot_download(pushed.repo_id, revision=pushed.revision), expect=pushed.sha256sums)
 
     Args:
-        repo_id: "user/name"; "name" for one of your own. It is made if it isn't there.
+        repo_id: "user/name"; "name" for one of your own. A missing one is created.
         private: whether a new repository is private.
-        revision: the branch, which is made if it isn't there; by default the main one.
+        revision: the branch, which is created if it is missing; by default the main one.
 
     Raises:
         BundleError: the bundle can't be read or is damaged, the repository has other files, or the Hub refuses or can't be
@@ -65,9 +65,9 @@ def push(bundle: str | Path | Bundle, repo_id: str, *, private: bool = True, rev
     with _errors_of_hub(repo_id):
         validate_repo_id(repo_id)
         if not (hub.get_token() or "").isascii():
-            raise UsageError("The token of the Hugging Face Hub has letters that no token has: copy it again.")
+            raise UsageError("The token of the Hugging Face Hub has characters that no token has: copy it again.")
         if hub.get_token() is None:
-            raise UsageError("The Hugging Face Hub needs a token: log in by `hf auth login`, or set HF_TOKEN.")
+            raise UsageError("The Hugging Face Hub needs a token: run `hf auth login`, or set HF_TOKEN.")
         api = hub.HfApi()
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None:
@@ -92,7 +92,7 @@ def _replaced(api: Any, repo_id: str, revision: str | None, others: set[str]) ->
             known = {file["path"] for file in read_manifest(earlier.parent)["files"]}
     if more := sorted(others - known):
         raise BundleError(
-            f"{repo_id} has files that aren't of a bundle ({listed(more)}), so a download couldn't be verified: push to a "
+            f"{repo_id} has files of no bundle ({listed(more)}), so a download couldn't be verified: push to a "
             "repository of its own, or delete them there."
         )
     return sorted(others)
@@ -100,8 +100,8 @@ def _replaced(api: Any, repo_id: str, revision: str | None, others: set[str]) ->
 
 @contextmanager
 def _errors_of_hub(repo_id: str) -> Iterator[None]:
-    """Convert the errors of huggingface_hub to one sentence. None of them has the token."""
-    # The base of the errors of its HTTP client, which is another package in each of its versions.
+    """Convert the errors of huggingface_hub to one sentence. None of them contains the token."""
+    # HTTPError is the base of its HTTP client's errors; the client depends on its version.
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
     try:
@@ -113,14 +113,14 @@ def _errors_of_hub(repo_id: str) -> Iterator[None]:
     except HfHubHTTPError as error:
         status = error.response.status_code
         if status in (401, 403):
-            reason = "the token may not do that: use one that may write there (`hf auth login`, or HF_TOKEN)"
+            reason = "the token has no write access: use one that has (`hf auth login`, or HF_TOKEN)"
         else:
             reason = one_line(error.server_message or error).rstrip(".")
-        raise BundleError(f"The Hugging Face Hub refuses to take {repo_id} ({status}): {reason}.") from error
+        raise BundleError(f"The Hugging Face Hub refuses the push to {repo_id} ({status}): {reason}.") from error
     except (HTTPError, OSError) as error:
         raise BundleError(f"The Hugging Face Hub can't be reached: {one_line(error).rstrip('.')}.") from error
     except ValueError as error:
-        # Its own check of the YAML at the start, such as a license that the Hub doesn't know.
+        # huggingface_hub checks the front matter itself, such as for a license that the Hub doesn't know.
         if "README.md" not in str(error):
             raise
         raise BundleError(f"The Hugging Face Hub refuses README.md: {one_line(error).rstrip('.')}.") from error

@@ -154,11 +154,11 @@ _RTOL = option(
 )
 _JUNIT = option(
     "Also write the result as JUnit XML.", "output", metavar="FILE", parse=file_ending(".xml"),
-    more="An earlier file is removed at once. An error is written too.",
+    more="An earlier file is removed at the start. It gets an error too.",
 )
 _SARIF = option(
     "Also write the result as SARIF 2.1.0.", "output", metavar="FILE", parse=file_ending(".sarif", ".sarif.json"),
-    more="An earlier file is removed at once. An error is written too.",
+    more="An earlier file is removed at the start. It gets an error too.",
 )
 
 
@@ -498,7 +498,7 @@ class VerifyOptions:
         "user; repeat the option for another set.",
     ))
     seconds: float | None = field(default=None, metadata=option(
-        "About how long each file is timed in each set.", "speed", metavar="N", common=True, parse=above_zero,
+        "About how long each file is measured in each set.", "speed", metavar="N", common=True, parse=above_zero,
         default_text="10; goes with --with",
     ))
     junit: Path | None = field(default=None, metadata=_JUNIT)
@@ -583,7 +583,7 @@ class PushOptions:
         },
     ))
     revision: str | None = field(default=None, metadata=option(
-        "The branch, made if it isn't there.", "output", metavar="BRANCH", common=True, default_text="main",
+        "The branch, created if it is missing.", "output", metavar="BRANCH", common=True, default_text="main",
     ))
 
 
@@ -599,11 +599,11 @@ class BuildOptions:
     commands: dict[str, list[str]]
     """The arguments of the command that builds each model, by its name."""
     models: Mapping[str, ExportOptions]
-    """What each of these commands builds."""
+    """The options of each model, by its name."""
     resources: Mapping[str, Mapping[str, float]]
-    """What each model asks of a machine, such as 1 of GPU."""
+    """The resources that each model needs of a machine, such as 1 GPU."""
     folders: Sequence[str]
-    """What the builds of all models of the config write, of which `--on` sends nothing."""
+    """The folders that the builds of all models of the config write. `--on` doesn't send them."""
     all: bool = field(default=False, metadata=option(
         "Build all models of the config.", "build", common=True,
     ))

@@ -1,4 +1,4 @@
-"""Serve a bundle over HTTP: requests that come at once are one batch of the model.
+"""Serve a bundle over HTTP, and join simultaneous requests into batches.
 
     pip install starlette uvicorn
     optimize-export bench dist/net --throughput --p95 20ms --save      # measured on the machine that serves
@@ -40,7 +40,7 @@ async def predict(request: Request) -> Response:
     try:
         row = numpy.asarray((await request.json())["image"], numpy.float32)
     except ClientDisconnect:
-        return Response()  # which nobody reads
+        return Response()  # nobody reads it
     except (KeyError, OverflowError, RecursionError, TypeError, ValueError):
         row = numpy.zeros(0, numpy.float32)
     if row.shape != SHAPE or not numpy.isfinite(row).all():

@@ -134,7 +134,7 @@ class BatchedModel:
         the queue and aren't counted.
 
         Raises:
-            UsageError: it was loaded before this process was forked; its calls are those of the other process.
+            UsageError: the model was loaded before this process was forked, so the counts are those of the other process.
         """
         self._line.refuse_fork()
         return self._line.metrics.text(self._line.waiting, self._line.room)
@@ -220,7 +220,7 @@ class _Line:
         self._process = os.getpid()
 
     def refuse_fork(self) -> None:
-        """Raise UsageError in a fork, where nothing serves, and another thread of the original may have held a lock."""
+        """Raise UsageError in a fork, which has no serving threads, and where a lock may be held forever."""
         if os.getpid() != self._process:
             raise UsageError("The bundle was loaded before this process was forked: load it in each process.")
 
@@ -348,7 +348,7 @@ def _run(model: LoadedModel, calls: list[_Call], metrics: Metrics) -> None:
         while calls:
             _run(model, [calls.pop(0)], metrics)
         return
-    # Before the answers: who has one finds it counted.
+    # Before the answers, so that a caller who has one finds it counted.
     now = time.monotonic()
     metrics.add_run(sum(call.rows for call in calls), [now - call.came for call in calls])
     for call, outputs in zip(calls, answers, strict=True):

@@ -36,7 +36,7 @@ _T_ONE_SIDED, _T_TWO_SIDED = 2.718, 2.201
 _LEAST_GROWTH = 256 * 1024
 # The latencies of a block are those of at most this many calls, evenly spread.
 _MOST_LATENCIES = 10_000
-# No call takes less, even if the clock stands still: times are divided by each other.
+# The least time of a call, in case the clock stands still: times are divided by each other.
 _LEAST_SECONDS = 1e-6
 # Seconds of calls before those that are timed, in a process that was idle.
 _AWAKE = 0.05
@@ -182,7 +182,7 @@ class MeasuredFile:
         self._inputs = [*map(unpacked, inputs)]
 
     def __call__(self, kind: str, *args: Any) -> Any:
-        """A measurement by the name of its method, for a parent process."""
+        """Call the method of this name, for a parent process."""
         return getattr(self, kind)(*args)
 
     def outputs(self, inputs: Sequence[Packed], seed: int | None) -> list[Packed]:

@@ -1,4 +1,4 @@
-"""What a manifest says of the machine and the weights; and the README, a model card that is made from a manifest.
+"""The manifest's entries about the machine and the weights; and the README, a model card made from a manifest.
 
 docs/bundle.md explains every field.
 """
@@ -124,7 +124,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
 # ----------------------------------------------------------------------------------------------------------- the README
 
 
-# What only the user knows of a model: it is in the card if it was given as metadata of the files.
+# Facts that only the user knows. The card has those that were given as metadata of the files.
 _GIVEN = ("license", "base_model", "pipeline_tag", "language")
 
 

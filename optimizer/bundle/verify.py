@@ -247,7 +247,7 @@ def _unhashed(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _external_data(path: Path) -> set[str]:
-    """The files that tensors of an ONNX file name, wherever they are; none if it can't be read, since then it can't be run."""
+    """The external files of all tensors in an ONNX file; none if it can't be read, since then it can't run either."""
     import onnx
     from google.protobuf.message import DecodeError, Message
 
@@ -342,7 +342,7 @@ def judge_answers(
         golden: the manifest's.
         answers: the outputs at each call, in the artifact's order.
         factor: allowed error in units of the noise.
-        settings: those that were in force, for the record.
+        settings: the settings of the runtime, for the record.
     """
     figures = ArtifactFigures(artifact["format"], artifact["path"], device, len(calls), None)
     if (allowed := artifact.get("accuracy")) is not None:

@@ -52,7 +52,7 @@ class Config:
     models: dict[str, dict[str, Any]]
     """For each model by its name, the values of its options by the names of the command's parameters."""
     resources: dict[str, dict[str, float]]
-    """For each model by its name, the amounts that `--on` asks of a machine, such as 1 of GPU."""
+    """For each model by its name, the amounts that it needs of a machine with `--on`, such as 1 GPU."""
 
     def names(self) -> str:
         return ", ".join(self.models) or "none"
@@ -137,7 +137,7 @@ def _table(path: Path, where: str, value: Any) -> dict[str, Any]:
 
 
 def _resources(path: Path, where: str, table: dict[str, Any]) -> dict[str, float] | None:
-    """Take `resources` out of a table; above 1, Ray takes whole amounts only."""
+    """Take `resources` out of a table; above 1, Ray accepts whole amounts only."""
     found = table.pop("resources", None)
     amounts: list[Any] = [*found.values()] if isinstance(found, dict) else [None]
     if found is None or all(
@@ -147,7 +147,7 @@ def _resources(path: Path, where: str, table: dict[str, Any]) -> dict[str, float
     place = f"in [{where}]" if where else "at the top level"
     raise UsageError(
         f"{path}: resources {place} is {_shown(found)}; it must be a table of amounts, such as {{GPU = 1, CPU = 8}}: whole "
-        "numbers, or parts of 1."
+        "numbers, or fractions below 1."
     )
 
 
@@ -224,7 +224,7 @@ def builds(options: BuildOptions, tell: Callable[[str], object]) -> Generator[tu
 def side_by_side(
     build: Callable[[str], tuple[Document, str]], names: Iterable[str], jobs: int, stop: Callable[[], object]
 ) -> Generator[tuple[str, Document, str]]:
-    """Call `build` in threads, and yield the results as they come; `stop` ends those that run when the caller leaves."""
+    """Call `build` in threads, and yield the results as they come; `stop` ends the running builds when the caller leaves."""
     with ThreadPoolExecutor(jobs) as pool:
         found = {pool.submit(build, name): name for name in names}
         try:
@@ -264,7 +264,7 @@ class Processes:
         return texts[0], code, texts[1]
 
     def stop(self) -> None:
-        """Terminate those that run, and wait for their ends."""
+        """Terminate the running processes, and wait until they have ended."""
         self._stopped.set()
         for process in self._running:
             process.terminate()

@@ -45,13 +45,13 @@ _RULES = (
 
 @dataclass(frozen=True)
 class _Check:
-    """Something that the command checked: a test case of JUnit, and a result of SARIF if there is something to tell."""
+    """Something that the command checked: a test case of JUnit, and a result of SARIF if it has a sentence."""
 
     group: str
     name: str
     file: Path
     sentence: str = ""
-    """"" if there is nothing to tell."""
+    """"" if there is nothing to report."""
     fails: bool = False
     """Whether the command fails for it."""
     rule: str = ""
@@ -92,7 +92,7 @@ class CIReports:
         for path in self._paths.values():
             with _written(path):
                 path.unlink(missing_ok=True)
-                # Not after minutes of work, whose result would be lost.
+                # Now, because an error after minutes of work would lose the result.
                 path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, document: Document) -> None:
@@ -145,7 +145,7 @@ class CIReports:
         bundle, artifacts = self._target, document["artifacts"]
         known = {each["problem"] for each in artifacts}
         others = " ".join(each for each in document["problems"] if each not in known)
-        # A result of SARIF has only its sentence to say which set it is.
+        # In SARIF, only the sentence can name the set.
         start = f"{versions.strip()}: " if versions else ""
         others = others and start + others
         yield _Check(f"{bundle.name}{versions}", "bundle", bundle / "manifest.json", others, bool(others), "bundle")

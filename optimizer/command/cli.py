@@ -139,7 +139,7 @@ def _run(arguments: list[str], voice: Voice) -> int:
         try:
             document = _work(options, voice)
         except BaseException as error:
-            with contextlib.suppress(BundleError):  # the error itself is told
+            with contextlib.suppress(BundleError):  # the error itself is reported
                 reports.write(failure_document(*_failure(error)))
             raise
     known = option_names()
@@ -158,7 +158,7 @@ def _build_all(options: BuildOptions, voice: Voice) -> int:
             say(f"building {name}")
 
     if options.on is not None:
-        _torch_side()  # what puts bundles in their places needs it
+        _torch_side()  # putting bundles in their places needs it
     with contextlib.closing(builds(options, tell)) as running:
         for name, document, log in running:
             documents[name] = document

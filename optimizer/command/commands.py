@@ -377,7 +377,7 @@ def _verify(call: _Call) -> VerifyOptions:
             raise UsageError("--no-run and --with contradict each other.")
         values["device"] = "cpu"  # nothing is run, so there is no device to choose
     if "sets" not in values and "seconds" in values:
-        raise UsageError("--seconds goes with --with only: add it.")
+        raise UsageError("--seconds goes with --with only: add --with.")
     if "sets" in values and (values.get("device") == "cuda" or "require_gpu" in values):
         raise UsageError("--with runs the files on the CPU only: leave out --device and --require-gpu.")
     return VerifyOptions(call.bundle(), **values)
@@ -400,7 +400,7 @@ def _bench(call: _Call) -> BenchOptions:
 def _compare(call: _Call) -> CompareOptions:
     bundle = call.bundle()
     if len(call.words) < 2 or not call.words[1].strip():
-        raise UsageError(f"compare has no other bundle: name one, as in compare {bundle} dist/new.")
+        raise UsageError(f"compare has no second bundle: name one, as in compare {bundle} dist/new.")
     return CompareOptions(bundle, Path(os.path.expanduser(call.words[1])), **call.values(CompareOptions))
 
 

@@ -1,7 +1,7 @@
 """The part of `build --on ray` that runs on a machine of the cluster. Ray sends this file there as it is.
 
-So it starts without optimize-export, and before a file of the user that has the name of one of our packages can take its
-place: until `Builder.problem` has found the same version, it needs the standard library only.
+It must start where optimize-export isn't installed, and where a user's file has the name of one of our packages. So it
+needs only the standard library until `Builder.problem` has found the same version.
 """
 
 import os
@@ -46,11 +46,11 @@ class Builder:
         lacking = next((path for path in named if not os.path.exists(path)), None)
         return lacking and (
             f"The machine of the build has no {lacking}: Ray sends the current folder without outputs, virtual environments "
-            "and what .gitignore or .rayignore names; other paths must exist on each machine."
+            "and the files in .gitignore or .rayignore; other paths must exist on each machine."
         )
 
     def compared(self, options: bytes, old: dict[str, tuple[int, bytes]]) -> tuple[list[str], dict[str, Any]] | None:
-        """The changes since the old bundle, and the document if there are none; None for an error, which the build has too.
+        """The changes since the old bundle, and the document if there are none; None for an error, which the build will report.
 
         Args:
             options: pickled `ExportOptions`.
@@ -84,7 +84,7 @@ class Builder:
 
         Args:
             environment: variables besides those of this machine; None removes one.
-            here: the current folder of the caller, which the texts name instead of the copy.
+            here: the current folder of the caller, which replaces the path of the copy in stdout and stderr.
         """
         from optimize_export.shadowing import our_package
 

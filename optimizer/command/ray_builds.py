@@ -7,8 +7,8 @@
     stdout, exit code, log ◀───────────────────
     check the hashes, exchange ◀── in parts ─── the bundle, and the folders of --profile-dir and --debug-dir
 
-Each build is an actor, which keeps the files until they are fetched: a task returns no parts over `ray://`. If its process or its
-machine is lost, the build is tried again.
+Each build is an actor, which keeps the files until they are fetched in parts; over `ray://`, a task can't return parts. If its
+process or machine is lost, the build is tried again.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def builds_on_ray(options: BuildOptions, tell: Callable[[str], object]) -> Gener
     """Like `build.builds`, on a cluster.
 
     Raises:
-        UsageError: Ray isn't installed, or a build would write outside of the current folder.
+        UsageError: Ray isn't installed, or a build would write outside the current folder.
         DeviceError: the cluster can't be reached, or none of its machines has the resources of a model.
     """
     models = {name: options.models[name] for name in options.commands}
@@ -58,7 +58,7 @@ def builds_on_ray(options: BuildOptions, tell: Callable[[str], object]) -> Gener
     for path in written:
         if path.is_absolute() or os.path.normpath(path).startswith(os.pardir):
             raise UsageError(
-                f"A build with --on writes inside of the current folder: make {path} a relative path in it."
+                f"A build with --on can only write inside the current folder: make {path} a relative path in it."
             )
     with _connected(str(options.on), [*map(str, written), *options.folders]) as ray:
         for name in models:
@@ -87,7 +87,7 @@ def _connected(address: str, left_out: list[str]) -> Iterator[Any]:
         ) from error
     excluded = [f"/{os.path.normpath(path)}" for path in left_out] + [STAGING]
     excluded += [f"/{found.parent.name}" for found in Path.cwd().glob("*/pyvenv.cfg")]
-    # Otherwise the machines of the cluster would import it, before it can check what they have.
+    # By value, because it must run there before anything is imported: it checks the version of that machine.
     ray.cloudpickle.register_pickle_by_value(sys.modules[Builder.__module__])
     try:
         try:
@@ -131,7 +131,7 @@ def _refuse_unmeetable(ray: Any, name: str, resources: Mapping[str, float]) -> N
     most = {key: max(machine.get(key, 0) for machine in machines) for key in names}
     wish, have = (", ".join(f"{key} = {amount:.12g}" for key, amount in each.items()) for each in (asked, most))
     raise DeviceError(
-        f"The model {name} asks for a machine with {wish}, and the cluster has none: the most are {have}."
+        f"The model {name} asks for a machine with {wish}, but the cluster has none; its largest amounts are {have}."
     )
 
 
@@ -202,7 +202,7 @@ class _Build:
                     return document
                 if changed and "--quiet" not in arguments:
                     self.log += f"{PROGRAM}: building {self.model.output}: {', '.join(changed)}\n"
-                # The old bundle isn't there. The options of the command line come before the name.
+                # The old bundle isn't on that machine. The options of the command line come before the name.
                 arguments = [*arguments[:-1], "--no-if-changed", arguments[-1]] if changed else arguments
             folders = written_folders(self.model)
             call = actor.build.remote(arguments, self._environment(), [*map(str, folders)], os.getcwd())

@@ -390,7 +390,7 @@ def _upgrade_lines(upgrade: Document) -> Iterable[Table | str]:
     if rounds:
         processors = f"{upgrade['cpus']} processor{'' if upgrade['cpus'] == 1 else 's'}"
         yield (
-            f"ratio: the latency over that with the installed versions, in turn in {min(rounds)} rounds or more; in "
+            f"ratio: the latency divided by that with the installed versions, in at least {min(rounds)} rounds in turn; in "
             f"parentheses, the bounds of the noise ({upgrade['processor']}, {processors})"
         )
 
@@ -404,7 +404,7 @@ def _upgrade_row(name: str, file: Document) -> tuple[str | Text, ...]:
         seconds_text(latency["seconds"]) if latency else "-",
         _ratio_text(latency["ratio"]) if latency else "-",
         _growth_text(memory["resident"]) if memory else "-",
-        "-" if same is None else "the same" if same else "others",
+        "-" if same is None else "the same" if same else "different",
         Text.assemble((word, _STYLES.get(word, "")), rest),
     )
 
@@ -457,7 +457,7 @@ def _file_lines(file: Document) -> Iterable[str]:
         if sized := [each for each in changed if each["max_difference"] is not None]:
             most = max(sized, key=lambda each: float(each["max_difference"]))
             parts.append(
-                f"most {most['name']}, by {number_text(most['max_difference'])} where the largest value is "
+                f"{most['name']} changed the most, by {number_text(most['max_difference'])} where its largest value is "
                 f"{number_text(most['largest'])}"
             )
         yield ", ".join(parts) or "the same weights"

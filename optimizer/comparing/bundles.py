@@ -1,4 +1,4 @@
-"""Compare two bundles (`compare`): what they hold, what they compute, and how fast."""
+"""Compare two bundles (`compare`): their contents, outputs and latency."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def compare_bundles(path: str | Path, other: str | Path, *, seconds: float = 5.0
     """Compare two bundles on the CPU of this machine. Both are run, each file in a process of its own.
 
     Args:
-        seconds: for the latency, about; it is left out with OPTIMIZE_EXPORT_NO_BENCH.
+        seconds: about how long the latency is measured; with OPTIMIZE_EXPORT_NO_BENCH it isn't.
 
     Returns:
         `same`, whether all files have the same bytes and the manifests the same facts; `facts`, those that differ;
@@ -64,7 +64,9 @@ def compare_bundles(path: str | Path, other: str | Path, *, seconds: float = 5.0
                 continue
             first, second = (_output_names(bundle, file["format"]) for bundle in both)
             if len(first) != len(second):
-                notes.append(f"the outputs of {file['path']} aren't compared: there are {len(first)} and {len(second)}")
+                notes.append(
+                    f"the outputs of {file['path']} aren't compared: there are {len(first)} in one and {len(second)} in the other"
+                )
             else:
                 with _noted(notes, f"the outputs of {file['path']} aren't compared"):
                     file["outputs"] = _outputs(file["format"], both)
@@ -123,7 +125,7 @@ def _tensor_text(tensor: Entry) -> str:
 
 
 def _compared(format: str, both: Sequence[Bundle], notes: list[str]) -> Document:
-    """The contents of the files of a format, without running them; only their sizes where one can't be read or is lacking."""
+    """The contents of the files of a format, without running them; only their sizes if one can't be read or is missing."""
     entries = [_entries(bundle).get(format) for bundle in both]
     hashes = [{each["path"]: each["sha256"] for each in bundle.manifest["files"]} for bundle in both]
     held = [entry and [known[path] for path in entry["files"]] for entry, known in zip(entries, hashes, strict=True)]
@@ -151,7 +153,7 @@ def _output_names(bundle: Bundle, format: str) -> list[str]:
 def _outputs(format: str, both: Sequence[Bundle]) -> list[Document]:
     """The outputs of both files on the golden inputs of the first bundle, by its names.
 
-    Those of the second one have its names, in any order; else they are taken in their order.
+    Outputs of the second bundle are matched by name if both have the same names, and by position otherwise.
     """
     calls, golden = both[0].golden(), both[0].manifest["golden"]
     answers = []

@@ -127,7 +127,7 @@ def weights_between(first: Contents, second: Contents) -> dict[str, Any]:
     """The differing weights: removed, added and renamed ones, those of other shapes or dtypes, and changed values."""
     one, two = first.weights, second.weights
     removed, added = ([name for name in of if name not in to] for of, to in ((one, two), (two, one)))
-    # A weight without changes under another name; a name may have been numbered anew.
+    # Unchanged weights with another name, such as a renumbered one.
     places = {_digest(two[name]): name for name in reversed(added)}
     renamed = [(name, places.pop(digest)) for name in removed if (digest := _digest(one[name])) in places]
     changed = [

@@ -1,7 +1,7 @@
 """Virtual environments with other versions of the runtimes, kept in the user's cache folder.
 
-An environment has the requirements of a set and numpy. Of this program it gets nothing: its processes read a copy of the
-ground floor, so that neither torch nor any other installed package reaches them.
+An environment has the requirements of a set and numpy. This program isn't installed in it: its processes read a copy of the
+packages that run a file, so that they import neither torch nor any other package installed here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from optimizer.option_texts import distribution_of
 
 # `exporters` loads the files that torch runs; the others need the first one alone.
 _GROUND_FLOOR = ("optimize_export", "exporters")
-# What pip writes if it can't reach its index. It then goes on, and finds no version at all.
+# Messages of pip if it can't reach its index. It then goes on, and finds no version at all.
 _NO_NETWORK = re.compile(r"ConnectionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError|Connection (?:broken|to) ")
 _NO_VERSION = re.compile(r"satisfies the requirement (.+?) \(from versions: (.*?)\)")
 # The newest versions that the sentence about a missing one names.
@@ -48,8 +48,8 @@ def ground_floor() -> Iterator[Path]:
 def environment(requirements: Sequence[str], runtimes: Sequence[str] = ()) -> Path:
     """The Python of an environment with these requirements and numpy, which is built unless the cache has it.
 
-    It is built in a folder of its own, which is then renamed: an interrupted build leaves nothing to be found, and of two
-    processes that build the same one, the slower one takes that of the other.
+    It is built in a temporary folder, which is then renamed. So an interrupted build leaves no environment, and of two
+    processes that build the same one, the slower uses the other's.
 
     Args:
         runtimes: packages that must be importable there.
@@ -97,7 +97,7 @@ def python_in(folder: Path) -> Path:
 
 
 def _name_of(requirements: Sequence[str]) -> str:
-    """The name of the folder: of requirements without an exact version, there is a new one each day."""
+    """The name of the folder: requirements without an exact version get a new one each day."""
     exact = all(re.search(r"==[^*]+$", each) for each in requirements)
     day = "" if exact else datetime.date.today().isoformat()
     key = "\n".join([*sorted(requirements), platform.python_version(), sys.base_prefix, day])
@@ -120,7 +120,7 @@ def _build(folder: Path, requirements: Sequence[str]) -> None:
     command = [*pip, "install", *quiet, "--only-binary", ":all:", *requirements]
     if "numpy" not in map(distribution_of, requirements):
         command.append("numpy")
-    # Of --python, pip makes a further process, which must end too.
+    # With --python, pip starts another process, which must end too.
     with subprocess.Popen(
         command,
         env=outside,
@@ -140,14 +140,14 @@ def _build(folder: Path, requirements: Sequence[str]) -> None:
 
 
 def _require(folder: Path, requirements: Sequence[str], runtimes: Sequence[str]) -> None:
-    """Raise UsageError if a runtime isn't there: the set names only a package like openvino-telemetry, for example."""
+    """Raise UsageError if a runtime is missing, for example because the set names only openvino-telemetry."""
     code = "import sys, importlib.util as found; print(*(each for each in sys.argv[1:] if not found.find_spec(each)))"
     command = [str(python_in(folder)), "-I", "-c", code, *runtimes]
     done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if lacking := done.stdout.split():
         raise UsageError(
             f"The environment of {listed([*requirements])} has no {listed(lacking)}: name it in the set. If it is named, "
-            "pip's configuration has a `target` or `prefix`, which must go."
+            "remove `target` and `prefix` from pip's configuration."
         )
 
 
@@ -161,7 +161,7 @@ def _refusal(requirements: Sequence[str], told: str) -> OptimizeExportError:
     versions = [] if found is None or found[2] == "none" else found[2].split(", ")
     if _NO_NETWORK.search(told) and not versions:
         return DeviceError(
-            f"{named} can't be installed: pip doesn't reach its index. Connect to it, or name another one, such as by "
+            f"{named} can't be installed: pip can't reach its index. Check the connection, or name another index by "
             "PIP_INDEX_URL or PIP_FIND_LINKS."
         )
     if found is not None:
@@ -172,5 +172,5 @@ def _refusal(requirements: Sequence[str], told: str) -> OptimizeExportError:
         return UsageError(f"{named} can't be installed together: {conflict.rstrip('.')}.")
     if invalid := next((line for line in errors if line.startswith("Invalid requirement")), None):
         return UsageError(f"pip doesn't understand {named}: {invalid.rstrip('.')}.")
-    reason = (errors or told.strip().splitlines() or ["it says nothing"])[0]
+    reason = (errors or told.strip().splitlines() or ["it gives no reason"])[0]
     return DeviceError(f"{named} can't be installed: pip fails: {reason.rstrip('.')}.")

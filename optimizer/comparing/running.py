@@ -17,7 +17,7 @@ from optimize_export.runtime.route import NUMPY_DTYPES
 from optimizer.bundle import GoldenCall
 from optimizer.tuning import Ratio, in_turn, ratio
 
-# Seconds that a measurement may take longer than it should before the process counts as hanging.
+# Seconds beyond its planned time after which a measurement counts as hanging.
 _HANGS = 600.0
 
 Place = tuple[Path, Path]
@@ -66,7 +66,7 @@ class RunningFile(OwnChild):
         return list(self.measured("latencies", count))
 
     def measured(self, kind: str, *args: Any, seconds: float = 0.0) -> Any:
-        """The result of a method of `MeasuredFile`, which should take these seconds."""
+        """The result of a method of `MeasuredFile` that is planned to take these seconds."""
         return self(kind, *args, longest=seconds + _HANGS)
 
 

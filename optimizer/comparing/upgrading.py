@@ -49,7 +49,7 @@ class RanFile:
     figures: ArtifactFigures
     runtime: str
     identical: bool | None = None
-    """Whether its outputs have the bits of those with the installed versions; None where nothing ran to compare with."""
+    """Whether its outputs equal those with the installed versions bit for bit; None if there are none to compare with."""
     timing: Timing | None = None
     """Next to the installed versions."""
     memory: Soak | None = None
@@ -85,7 +85,7 @@ class Environment:
 
     @property
     def report(self) -> VerifyReport:
-        """As that of `verify`, if these versions were installed."""
+        """The report that `verify` would give if these versions were installed."""
         figures = tuple(each.figures for each in self.files)
         return VerifyReport(self.path, "cpu", (), figures, unproven=() if figures else tuple(self.elsewhere))
 
@@ -143,7 +143,7 @@ def verify_with(
         sets: the requirements of each set for pip, such as `["onnxruntime==1.24.1"]`. A file runs in the runtimes that its
             set names: ONNX files in onnxruntime and openvino, all others in torch.
         expect: as for `verify_bundle`.
-        seconds: for the latency and the memory of each file in each set, about.
+        seconds: about how long the latency and the memory of each file are measured in each set.
 
     Returns:
         The outcome. A set that can't be installed has its error there, and the others are run.
@@ -162,7 +162,7 @@ def verify_with(
     for made, own in zip(tried, routes, strict=True):
         if not own:
             raise UsageError(
-                f"No file of {path} runs in what the set {made.name} names: name {files.needed}, with a version."
+                f"The set {made.name} names no runtime of the files in {path}: name {files.needed}, with a version."
             )
     pythons: dict[str, Path] = {}
     for made, requirements, own in zip(tried, sets, routes, strict=True):
@@ -183,7 +183,7 @@ def verify_with(
         others = {} if made.error else {artifact["path"]: route.runtime for artifact, route in reversed(files.routes)}
         for artifact, _ in own:
             others.pop(artifact["path"], None)
-        made.notes += [f"{path} isn't concerned: it runs in {runtime}" for path, runtime in others.items()]
+        made.notes += [f"{path} wasn't run: the set doesn't name {runtime}" for path, runtime in others.items()]
     return Upgrade(checked, installed, tuple(tried))
 
 
@@ -209,7 +209,7 @@ class _Files:
         self.needed = " or ".join(dict.fromkeys(route.runtime for _, route in self.routes))
 
     def of(self, requirements: Sequence[str]) -> list[tuple[Artifact, Route]]:
-        """Those that run in what the requirements name."""
+        """The files, each with a runtime that the requirements name."""
         names = {distribution_of(each) for each in requirements}
         # onnxruntime-gpu and others are builds of onnxruntime.
         named = {runtime for runtime in SETTINGS for name in names if f"{name}-".startswith(f"{runtime}-")}

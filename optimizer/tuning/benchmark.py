@@ -29,7 +29,7 @@ _FOR_ALL = 0.7
 
 Run = Callable[[], object]
 Timer = Callable[[int], list[float]]
-"""Makes so many calls, and returns the seconds of each."""
+"""Makes the given number of calls, and returns the seconds of each."""
 
 
 # ---------------------------------------------------------------------------------------------------- time and memory

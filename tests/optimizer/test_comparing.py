@@ -71,7 +71,7 @@ def test_another_weight_shows_in_the_files_and_in_the_outputs(
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert main(["compare", str(first.path), str(shifted.path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("model.onnx: 1 of ") and "weights changed, most " in line for line in lines)
+    assert any(line.startswith("model.onnx: 1 of ") and " changed the most, by " in line for line in lines)
     assert "model.onnx: the same operations, with their attributes" in lines
     assert "model.torchscript.pt: the same operations, without their arguments" in lines
     assert any(line.startswith("model.onnx: output output differs by at most 0.5, ") for line in lines)
@@ -126,7 +126,7 @@ def test_outputs_are_compared_by_their_names_and_others_are_said(tmp_path: Path)
     assert told == [("twice", 0.0, None), ("sum", 0.0, None)]
     found = compare_bundles(paths[0], paths[2])
     assert found["files"][0]["outputs"] is None
-    assert found["notes"] == ["the outputs of model.onnx aren't compared: there are 2 and 1"]
+    assert found["notes"] == ["the outputs of model.onnx aren't compared: there are 2 in one and 1 in the other"]
 
 
 def test_the_latency_is_that_of_both_in_turn(
@@ -181,7 +181,7 @@ def test_a_damaged_bundle_is_not_compared(
         compare_bundles(shifted.path, damaged)
     assert main(["compare", str(damaged), str(first.path)]) == 8
     assert main(["compare", str(first.path)]) == 2
-    assert "compare has no other bundle: name one" in capsys.readouterr().err
+    assert "compare has no second bundle: name one" in capsys.readouterr().err
 
 
 def test_pt2_files_are_read_and_files_of_other_packages_are_not(first: Bundle, tmp_path: Path) -> None:

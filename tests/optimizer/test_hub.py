@@ -168,13 +168,13 @@ def test_files_of_an_earlier_bundle_are_replaced_and_others_refused(
     branches["main"] = {**files, "mine.txt": b""}
     done = run("-m", "optimizer", "push", smaller.path, "jane/net")
     assert done.returncode == 8
-    assert "jane/net has files that aren't of a bundle (mine.txt), so a download couldn't be verified" in done.stderr
+    assert "jane/net has files of no bundle (mine.txt), so a download couldn't be verified" in done.stderr
     assert branches["main"] == {**files, "mine.txt": b""}
 
     branches["main"] = {**files, "manifest.json": b"{"}
     done = run("-m", "optimizer", "push", smaller.path, "jane/net")
     assert done.returncode == 8
-    assert "jane/net has files that aren't of a bundle (model.torchscript.pt), so a download" in done.stderr
+    assert "jane/net has files of no bundle (model.torchscript.pt), so a download" in done.stderr
 
 
 def test_a_damaged_bundle_is_not_pushed(hub: Hub, written: Bundle, tmp_path: Path) -> None:
@@ -212,18 +212,18 @@ def test_a_license_that_the_hub_does_not_know_is_one_sentence(hub: Hub, run: Com
         ("jane/--x", None, {}, 2, "'jane/--x' can't be the name of a repository: use user/name, such as jane/resnet18."),
         (
             "jane/net", None, {"HF_TOKEN": ""}, 2,
-            "The Hugging Face Hub needs a token: log in by `hf auth login`, or set HF_TOKEN.",
+            "The Hugging Face Hub needs a token: run `hf auth login`, or set HF_TOKEN.",
         ),
         (
             "jane/net", None, {"HF_TOKEN": "hf_sécret"}, 2,
-            "The token of the Hugging Face Hub has letters that no token has: copy it again.",
+            "The token of the Hugging Face Hub has characters that no token has: copy it again.",
         ),
         (
             "jane/net", (401, "Invalid username or password."), {}, 8,
-            "The Hugging Face Hub refuses to take jane/net (401): the token may not do that: use one that may write there "
-            "(`hf auth login`, or HF_TOKEN).",
+            "The Hugging Face Hub refuses the push to jane/net (401): the token has no write access: use one that "
+            "has (`hf auth login`, or HF_TOKEN).",
         ),
-        ("jane/net", (400, "It is\nfull."), {}, 8, "The Hugging Face Hub refuses to take jane/net (400): It is full."),
+        ("jane/net", (400, "It is\nfull."), {}, 8, "The Hugging Face Hub refuses the push to jane/net (400): It is full."),
         ("jane/net", None, {"HF_ENDPOINT": "http://127.0.0.1:9"}, 8, "The Hugging Face Hub can't be reached: "),
         ("jane/net", None, {"HF_HUB_OFFLINE": "1"}, 8, "The Hugging Face Hub can't be reached: "),
     ],

@@ -184,7 +184,7 @@ def test_what_no_machine_can_do_is_refused_at_once(cluster, project):
     code, document, _ = cluster.run("--on", "ray")
     assert code == 5
     assert document["error"]["message"].startswith(
-        "The model b asks for a machine with CPU = 1, GPU = 1, and the cluster has none: the most are CPU = 1, "
+        "The model b asks for a machine with CPU = 1, GPU = 1, but the cluster has none; its largest amounts are CPU = 1, "
     )
     assert not Path("dist").exists()
     project(
