@@ -18,7 +18,7 @@ import tempfile
 import venv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from exporters.child_process import end_session
@@ -108,7 +108,8 @@ def _name_of(requirements: Sequence[str]) -> str:
 def _build(folder: Path, requirements: Sequence[str]) -> None:
     # Packages on PYTHONPATH would count as installed.
     outside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    has_pip = find_spec("pip") is not None
+    # Not importlib.util's: a search for pip by setuptools' finder changes what this process gets as distutils.
+    has_pip = PathFinder.find_spec("pip") is not None
     try:
         venv.EnvBuilder(symlinks=os.name != "nt", with_pip=not has_pip).create(folder)
     except (OSError, subprocess.CalledProcessError) as error:

@@ -212,6 +212,20 @@ def test_an_environment_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each for each in cache_folder().iterdir() if each.name.startswith(".")] == []
 
 
+def test_finding_pip_leaves_distutils_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """setuptools takes a search for pip by the finders of `sys.meta_path` as a sign that pip runs in this process."""
+    searched = []
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            searched.append(name)
+
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    assert environment(("onnxruntime==99.1",)).exists()
+    assert "pip" not in searched
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_an_interrupted_build_leaves_nothing_and_ends_all_of_pip(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
