@@ -173,8 +173,9 @@ def open_route(path: Path, route: Route, device: str = "cpu") -> Runner:
     # is missing.
     except Exception as error:
         lines = [line for line in str(error).splitlines() if line.strip() and not _PLACE.match(line)]
-        reason = lines[0].strip().rstrip(".") if lines else type(error).__name__
+        reason = lines[0].strip() if lines else type(error).__name__
         # Some runtimes refuse external data that is a link in the Hugging Face Hub's cache.
-        remedy = "; it is a link: copy the bundle, with the files instead of links" if path.is_symlink() else ""
-        raise DeviceError(f"{route.runtime} can't load {path.name}: {reason}{remedy}") from error
+        if path.is_symlink():
+            reason = f"{reason.rstrip('.')}; it is a link: copy the bundle, with the files instead of links"
+        raise DeviceError(f"{route.runtime} can't load {path.name}: {reason}") from error
     return runner
