@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import secrets
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -94,6 +95,16 @@ def number(value: float | str) -> float:
 def to_json_text(value: Any) -> str:
     """Write a value as strict JSON text, with unsorted keys and a newline at the end."""
     return json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def replace_file(target: Path, data: bytes) -> None:
+    """Write a file next to the target, and rename it in one step; nothing is left of a failed one. OSError if it can't."""
+    staged = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        staged.write_bytes(data)
+        staged.replace(target)
+    finally:
+        staged.unlink(missing_ok=True)
 
 
 def parse_json(data: bytes) -> Any:

@@ -8,7 +8,6 @@ import hashlib
 import linecache
 import os
 import re
-import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from urllib.parse import quote
 from xml.etree import ElementTree
 
 from optimize_export.errors import BundleError, UsageError, printable
-from optimize_export.manifest import describe_program, local_roots, to_json_text, without_local_paths
+from optimize_export.manifest import describe_program, local_roots, replace_file, to_json_text, without_local_paths
 from optimizer.command.early_checks import library_of
 from optimizer.options import DiagnoseOptions, Options, VerifyOptions
 
@@ -102,13 +101,8 @@ class CIReports:
         checks = [self._cleaned(each) for each in self._checks(document)]
         for name, path in self._paths.items():
             data = self._junit(checks) if name == "junit" else self._sarif(document, checks)
-            staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
             with _written(path):
-                try:
-                    staged.write_bytes(data)
-                    staged.replace(path)
-                finally:
-                    staged.unlink(missing_ok=True)
+                replace_file(path, data)
 
     def _checks(self, document: Document) -> Iterator[_Check]:
         if "diagnosis" in document:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import statistics
 import textwrap
 import tomllib
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from optimize_export.errors import UsageError
-from optimize_export.manifest import describe_program, to_json_text
+from optimize_export.manifest import describe_program, replace_file, to_json_text
 from optimize_export.wording import listed
 from optimizer.bundle import new_folder
 from optimizer.options import check_new_folder
@@ -357,12 +356,7 @@ def save(tuning: TrainingTuning, path: str | Path) -> None:
     check_new_folder(target, "the result")
     if (text := {Path(name).suffix: text for name, text in texts.items()}.get(target.suffix)) is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
-        staged = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-        try:
-            staged.write_text(text, encoding="utf-8")
-            staged.replace(target)
-        finally:
-            staged.unlink(missing_ok=True)
+        replace_file(target, text.encode("utf-8"))
         return
     with new_folder(target.absolute()) as folder:
         for name, text in texts.items():

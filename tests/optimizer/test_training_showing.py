@@ -238,7 +238,7 @@ def test_the_files_are_written_together_and_replace_nothing(tmp_path, monkeypatc
     assert TrainingTuning.from_json(json.loads((folder / JSON).read_text(encoding="utf-8"))) == made
     with pytest.raises(UsageError, match="already exists"):
         made.save(folder)
-    monkeypatch.setattr("pathlib.Path.write_text", _full)
+    monkeypatch.setattr("pathlib.Path.write_bytes", _full)
     with pytest.raises(OSError, match="full"):
         made.save(tmp_path / "half.toml")
     assert [each.name for each in tmp_path.iterdir()] == ["out"]
