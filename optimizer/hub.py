@@ -64,10 +64,11 @@ def push(bundle: str | Path | Bundle, repo_id: str, *, private: bool = True, rev
     paths = [*(file["path"] for file in manifest["files"]), MANIFEST, SUMS]
     with _errors_of_hub(repo_id):
         validate_repo_id(repo_id)
-        if not (hub.get_token() or "").isascii():
-            raise UsageError("The token of the Hugging Face Hub has characters that no token has: copy it again.")
-        if hub.get_token() is None:
+        token = hub.get_token()
+        if token is None:
             raise UsageError("The Hugging Face Hub needs a token: run `hf auth login`, or set HF_TOKEN.")
+        if not token.isascii():
+            raise UsageError("The token of the Hugging Face Hub has characters that no token has: copy it again.")
         api = hub.HfApi()
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None:
